@@ -1,0 +1,376 @@
+"""What every variant is: project, open a scope, attend, merge the heads, project out."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.cache import Cache
+from attnzoo.errors import InputError, NotSupportedError, OptionError
+from attnzoo.kernels.blocks import blocks
+from attnzoo.kernels.dense import dense, dense_weights
+from attnzoo.kernels.fused import fused
+from attnzoo.options import choice, share, whole
+from attnzoo.patterns import Causal, Full, Pattern
+from attnzoo.positions import count_visible, rotate
+from attnzoo.projections import Projection
+from attnzoo.scope import Scope, check_documents, check_key_mask, check_mask, places
+from attnzoo.scores import Alibi, Score
+
+PositionKind = Literal["none", "rotary", "alibi"]
+
+
+class Attention(nn.Module):
+    """An attention over what its pattern lets each token see.
+
+    A variant gives its projection and pattern to the constructor and overrides `attend`. Where visibility depends
+    on content it overrides `visible_for` as well; where the mathematics differ from a softmax, `expected`.
+
+    Args:
+        projection: how tokens become queries, keys and values, and heads become tokens.
+        pattern: which query may look at which key.
+        causal: hides all that comes later, on top of the pattern.
+        dropout: the share of weights dropped in training.
+        positions: "rotary" turns queries and keys, "alibi" takes distance off the scores, "none" does neither.
+        score: a term added to the scores, instead of ALiBi.
+    Raises:
+        OptionError: dropout is no share, or rotary positions meet an odd head_dim.
+    """
+
+    examples: ClassVar[Sequence[dict[str, Any]]] = ({},)
+    without: ClassVar[frozenset[str]] = frozenset()  # features that a variant declares to do without
+
+    def __init__(
+        self,
+        projection: Projection,
+        pattern: Pattern,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        positions: PositionKind = "none",
+        score: Score | None = None,
+    ) -> None:
+        super().__init__()
+        self.projection = projection
+        self.pattern = pattern & Causal() if causal and not pattern.causal else pattern
+        self.dropout = share("dropout", dropout)
+        self.positions = choice("positions", positions, ("none", "rotary", "alibi"))
+        if positions == "rotary" and projection.head_dim % 2:
+            raise OptionError(f"rotary positions need an even head_dim, not {projection.head_dim}: use other num_heads")
+        if positions == "alibi" and score is not None:
+            raise OptionError("positions='alibi' is a score term of its own: leave out either that or score")
+        self.score = Alibi(projection.num_heads) if positions == "alibi" else score
+        for name, layer in projection.layers().items():
+            self.add_module(name, layer)
+        self.register_load_state_dict_pre_hook(_adapt_state)
+        self.supports = self._supported() - self.without
+
+    @property
+    def d_model(self) -> int:
+        return self.projection.d_model
+
+    @property
+    def num_heads(self) -> int:
+        return self.projection.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.projection.groups
+
+    @property
+    def head_dim(self) -> int:
+        return self.projection.head_dim
+
+    @property
+    def causal(self) -> bool:
+        return self.pattern.causal
+
+    # What a variant may override
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
+        """The heads [b, h, q, f] from q [b, h, q, d], k [b, g, k, d], v [b, g, k, f]."""
+        return dense(q, k, v, scope)
+
+    def visible_for(self, q: Tensor, k: Tensor, scope: Scope) -> Tensor:
+        """What these queries may look at among these keys, a bool mask that broadcasts to [b, h, q, k]."""
+        return scope.visible()
+
+    def expected(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
+        """What `attend` must give, as plainly as it can be said; the contract compares the two in float64."""
+        weights = dense_weights(q, k, scope, self.visible_for(q, k, scope))
+        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+
+    @property
+    def redraws(self) -> bool:
+        """Whether the next call draws a pattern that nobody can know before."""
+        return False
+
+    def current_pattern(self) -> Pattern:
+        """The pattern of the next call, where it depends on training or eval."""
+        return self.pattern
+
+    # What a user calls
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        values: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Tokens [b, q, e] to tokens [b, q, e].
+
+        Args:
+            context: tokens [b, k, e] that keys and values come from, instead of x.
+            values: tokens [b, k, e] that values come from, instead of context.
+            key_mask: [b, k], True = a real token; hidden tokens cannot be felt, whatever they hold.
+            mask: [q, k], or 4-D and broadcasting to [b, h, q, k], True = may look.
+            documents: [b, k], whole numbers; only equal ones see each other, and their positions start anew.
+            cache: keys and values read before; the call appends its own.
+        Raises:
+            InputError: x, context or values have no shape [b, t, e].
+            MaskError: a mask has a dtype or shape without meaning.
+            CacheError: the cache is full or made for something else; it is left as it was.
+            NotSupportedError: the variant declares that it does without.
+        """
+        q, k, v, scope, appended = self._open(x, context, values, key_mask, mask, documents, cache)
+        with torch.autocast(q.device.type, enabled=False):  # a kernel chooses its own dtypes
+            heads = self.attend(q, k, v, scope)
+        if cache is not None:
+            cache.commit(appended, x.shape[1])
+        return self.projection.output(self, heads)
+
+    def weights(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        heads: Sequence[int] | None = None,
+        queries: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The attention weights [b, h, q, k] of chosen heads and queries, or all, computed densely without dropout.
+
+        Raises:
+            InputError: a head or a query is not there.
+            NotSupportedError: the next call draws a new pattern.
+        """
+        self._fixed_pattern()
+        q, k, _, scope, _ = self._open(x, context, None, key_mask, mask, documents, None)
+        head = _chosen("heads", heads, self.num_heads, q.device)
+        query = _chosen("queries", queries, x.shape[1], q.device)
+        q, k = q[:, head][:, :, query], k[:, head // (self.num_heads // self.num_kv_heads)]
+        scope = scope.narrowed(head, query)
+        with torch.autocast(q.device.type, enabled=False):
+            return dense_weights(q, k, scope, self.visible_for(q, k, scope)).to(q.dtype)
+
+    def visible(self, query_length: int, key_length: int | None = None) -> Tensor:
+        """What the pattern promises without any padding: bool [1 or h, q, k].
+
+        Raises:
+            NotSupportedError: the next call draws a new pattern.
+        """
+        return self._fixed_pattern().visible(query_length, key_length, self.num_heads)
+
+    def density(self, length: int) -> float:
+        """The share of pairs that the pattern lets see each other, in training, over sequences of this length."""
+        return self.pattern.density(length, self.num_heads)
+
+    def draw(self, length: int = 16, head: int = 0) -> str:
+        """The pattern as text, a row for each query."""
+        return self.pattern.draw(length, head)
+
+    def new_cache(self, batch_size: int, max_length: int, rewind: int = 0) -> Cache:
+        """An empty cache for decoding with this attention.
+
+        Args:
+            rewind: how many tokens `crop` must be able to take back; a cache of all tokens can take back any
+                number.
+        Raises:
+            NotSupportedError: the attention looks ahead, so that what was read before would have to change.
+        """
+        if "cache" not in self.supports:
+            raise NotSupportedError(f"{self._label} can't decode with a cache: build it with causal=True")
+        whole("rewind", rewind, least=0)
+        parameter = next(self.parameters())
+        device = parameter.device
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else parameter.dtype
+        size = (self.num_kv_heads, self.head_dim)
+        return Cache({"keys": size, "values": size}, batch_size, max_length, dtype, device)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, pattern={self.pattern}, positions={self.positions}"
+        )
+
+    # How a call is opened
+
+    def _open(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        values: Tensor | None,
+        key_mask: Tensor | None,
+        mask: Tensor | None,
+        documents: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Scope, Tensor | None]:
+        """Checks everything, hides padding and projects: q, k, v, the scope, and the key mask for the cache to keep."""
+        self._check_tokens("x", x)
+        crossed = context is not None or values is not None
+        context = x if context is None else context
+        values = context if values is None else values
+        self._check_tokens("context", context, batch=x.shape[0])
+        self._check_tokens("values", values, batch=x.shape[0], length=context.shape[1])
+        self._check_supported(crossed, cache, documents)
+        batch, queries = x.shape[:2]
+        before = 0 if cache is None else cache.length
+        if cache is not None:
+            cache.check(batch, queries)
+        keys = before + context.shape[1]
+        key_mask = check_key_mask(key_mask, batch, keys)
+        mask = check_mask(mask, batch, self.num_heads, queries, keys)
+        documents = check_documents(documents, batch, keys)
+
+        pattern = self.current_pattern()
+        own = None if key_mask is None else key_mask[:, before:]
+        if crossed:
+            q = self.projection.queries(self, x)
+            entries = self.projection.entries(self, _hide(context, own), _hide(values, own))
+        else:
+            q, entries = self.projection.self_entries(self, _hide(x, own))
+        joined = key_mask if cache is None else cache.joined_mask(key_mask, queries)
+        if self.positions == "rotary":
+            positions = count_visible(keys, joined, documents, x.device)[:, before:]
+            q, entries["keys"] = rotate(q, positions), rotate(entries["keys"], positions)
+        if cache is not None:
+            entries = cache.extended(entries)
+        k, v = self.projection.keys_values(self, entries)
+        query, key = places(self.num_heads, queries, keys, x.device)
+        dropout = self.dropout if self.training else 0.0
+        return q, k, v, Scope(pattern, query, key, joined, mask, documents, self.score, dropout), key_mask
+
+    def _check_tokens(self, name: str, tokens: Tensor, batch: int | None = None, length: int | None = None) -> None:
+        wanted = (batch, length, self.d_model)
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else ()
+        if len(shape) != 3 or any(want not in (None, size) for want, size in zip(wanted, shape, strict=True)):
+            names = ["batch" if batch is None else str(batch), "length" if length is None else str(length)]
+            got = list(shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise InputError(
+                f"{name} must be [batch, length, d_model] = [{', '.join(names)}, {self.d_model}], not {got}"
+            )
+
+    def _check_supported(self, crossed: bool, cache: Cache | None, documents: Tensor | None) -> None:
+        if cache is not None and crossed:
+            raise NotSupportedError("a cache reads one sequence: give a cache or context and values, not both")
+        if cache is not None and "cache" not in self.supports:
+            raise NotSupportedError(f"{self._label} can't decode with a cache: build it with causal=True")
+        if crossed and "cross" not in self.supports:
+            raise NotSupportedError(
+                f"{self._label} knows positions, and context has others: use Full() without positions"
+            )
+        if documents is not None and "documents" not in self.supports:
+            raise NotSupportedError(
+                f"{self._label} knows places of the whole sequence, so that documents can't start anew"
+            )
+
+    def _fixed_pattern(self) -> Pattern:
+        if self.redraws:
+            raise NotSupportedError("redraw=True draws a new pattern at each training step: ask in eval mode")
+        return self.current_pattern()
+
+    def _supported(self) -> set[str]:
+        """What follows from pattern and positions."""
+        found = {"causal" if self.causal else "bidirectional", "right_padding", "length_free"}
+        if self.pattern == Full() and self.positions == "none":
+            found.add("cross")
+        if self.pattern.relative:
+            found |= {"documents", "left_padding"}
+        return found | {"cache"} if self.causal else found
+
+    @property
+    def _label(self) -> str:
+        return f"{type(self).__name__} with pattern {self.pattern} and positions={self.positions!r}"
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern = Full(),  # noqa: B008 (a frozen value)
+    *,
+    key_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    score: Score | None = None,
+    dropout: float = 0.0,
+    block: int = 64,
+) -> Tensor:
+    """Attention of q [b, h, q, d] over k [b, g, k, d] and v [b, g, k, f], without projections: [b, h, q, f].
+
+    Full and causal patterns go through torch's fused attention, all others through blocks of `block` keys.
+
+    Args:
+        key_mask: [b, k], True = a real token; what hidden keys and values hold cannot be felt.
+        mask: [q, k], or 4-D and broadcasting to [b, h, q, k], True = may look.
+        documents: [b, k], whole numbers; only equal ones see each other.
+        dropout: the share of weights dropped; leave it at 0 outside training.
+    Raises:
+        InputError: the shapes do not fit each other.
+        MaskError: a mask has a dtype or shape without meaning.
+        NotSupportedError: documents meet a pattern that is tied to places of the whole sequence.
+    """
+    if not all(isinstance(tensor, Tensor) and tensor.dim() == 4 for tensor in (q, k, v)):
+        raise InputError("q, k and v must be 4-D: [batch, heads, length, features]")
+    (batch, heads, queries, features), (groups, keys) = q.shape, k.shape[1:3]
+    if k.shape[0] != batch or k.shape[3] != features or v.shape[:3] != k.shape[:3] or groups == 0 or heads % groups:
+        raise InputError(
+            f"q [b, h, q, d], k [b, g, k, d] and v [b, g, k, f] must agree, and g divide h: "
+            f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if documents is not None and not pattern.relative:
+        raise NotSupportedError(f"{pattern} knows places of the whole sequence, so that documents can't start anew")
+    if queries > keys and pattern != Full():
+        raise InputError(
+            f"{pattern} stands queries at the end of the keys, and {queries} queries do not fit into {keys} keys"
+        )
+    key_mask = check_key_mask(key_mask, batch, keys)
+    query, key = places(heads, queries, keys, q.device)
+    scope = Scope(
+        pattern,
+        query,
+        key,
+        key_mask,
+        check_mask(mask, batch, heads, queries, keys),
+        check_documents(documents, batch, keys),
+        score,
+        share("dropout", dropout),
+    )
+    if key_mask is not None:
+        k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        return fused(q, k, v, scope) if pattern in (Full(), Causal()) else blocks(q, k, v, scope, block)
+
+
+def _hide(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
+    return tokens if key_mask is None else tokens.masked_fill(~key_mask[:, :, None], 0)
+
+
+def _chosen(name: str, chosen: Sequence[int] | None, count: int, device: torch.device) -> Tensor:
+    if chosen is None:
+        return torch.arange(count, device=device)
+    if not all(isinstance(number, int) and -count <= number < count for number in chosen):
+        raise InputError(f"{name} must be whole numbers below {count}, not {list(chosen)}")
+    return torch.tensor(list(chosen), dtype=torch.long, device=device) % count
+
+
+def _adapt_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    assert isinstance(module, Attention)
+    module.projection.adapt(state, prefix)

@@ -1,0 +1,1 @@
+"""Plain functions (q, k, v, scope) -> heads: `dense` defines what is right, the others are faster."""

@@ -1,0 +1,44 @@
+"""The definition: softmax over the visible keys, with every score written out."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from attnzoo.scope import Scope
+from attnzoo.shapes import Heads, Keys, Queries, Scores, Values
+
+
+def dense(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
+    """Attention over all keys with a b h q k matrix of weights; softmax and sums in float32 at least.
+
+    Cost: O(h q k d) time, O(h q k) memory.
+    """
+    weights = F.dropout(dense_weights(q, k, scope, scope.visible()), scope.dropout)
+    group = q.shape[1] // v.shape[1]
+    heads = rearrange(weights, "b (g r) q k -> b g (r q) k", r=group) @ v.to(weights.dtype)
+    return rearrange(heads, "b g (r q) f -> b (g r) q f", r=group).to(v.dtype)
+
+
+def dense_weights(q: Queries, k: Keys, scope: Scope, visible: Tensor) -> Scores:
+    """The weight of each key for each query; `visible` broadcasts to [b, h, q, k]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    rows = rearrange(q.to(wide) * q.shape[-1] ** -0.5, "b (g r) q d -> b g (r q) d", r=group)  # keys are never repeated
+    scores = rearrange(rows @ k.to(wide).transpose(-2, -1), "b g (r q) k -> b (g r) q k", r=group)
+    if scope.score is not None:
+        scores = scope.score(scores, scope.query, scope.key)
+    return masked_softmax(scores, visible)
+
+
+def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax over the visible keys, all of them where None; a row without any is zero, and so are its gradients.
+
+    The lowest finite score stands for hidden ones: minus infinity would make an empty row NaN, in backward even
+    after a repair.
+    """
+    if visible is None:
+        return scores.softmax(-1)
+    hidden = ~visible
+    lowest = torch.finfo(scores.dtype).min
+    return scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0)

@@ -1,0 +1,477 @@
+"""Which query may look at which key: predicates on two places, combined with `&` and `|`.
+
+A pattern is a frozen value without tensors. It prints as a formula, `parse` reads the formula back, and equal
+patterns compare equal. All patterns are prefix-stable: the mask of a short sequence is the corner of the mask of a
+longer one, which is what makes caching right.
+"""
+
+import ast
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import OptionError
+from attnzoo.options import nearest, whole
+from attnzoo.shapes import Place, Span
+
+
+class Pattern:
+    """What each query may look at; a subclass is a frozen dataclass that defines `sees`."""
+
+    relative = False  # does it know distances only, so that shifting the sequence changes nothing?
+    per_head = False  # do heads see different keys?
+    causal = False  # does it hide everything that comes later?
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        """Whether each query may look at each key, over index tensors that broadcast against each other."""
+        raise NotImplementedError(f"{type(self).__name__} must define sees(query, key)")
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        """Whether any query of a run may look at any key of another; True is always right, only slower."""
+        return torch.ones_like(queries.first + keys.first + head, dtype=torch.bool)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        """Whether each query of a run may look at each key of another; False is always right, only slower."""
+        return torch.zeros_like(queries.first + keys.first + head, dtype=torch.bool)
+
+    def visible(self, query_length: int, key_length: int | None = None, num_heads: int = 1) -> Tensor:
+        """The whole pattern as a bool mask [1 or h, q, k]; queries stand at the end of the keys."""
+        key_length = query_length if key_length is None else key_length
+        heads = num_heads if self.per_head else 1
+        query = torch.arange(key_length - query_length, key_length)[:, None]
+        key, head = torch.arange(key_length), torch.arange(heads)[:, None, None]
+        return self.sees(Place(query, head), Place(key, head)).expand(heads, query_length, key_length)
+
+    def density(self, length: int, num_heads: int = 1) -> float:
+        """The share of the length x length pairs that may be looked at, as the mean over heads."""
+        key = torch.arange(length)
+        seen = 0
+        for head in range(num_heads if self.per_head else 1):
+            place = Place(key, torch.tensor(head))
+            for rows in key.split(512):
+                whole_rows = torch.ones(len(rows), length, dtype=torch.bool)
+                seen += int((self.sees(Place(rows[:, None], place.head), place) & whole_rows).sum())
+        return seen / (length * length * (num_heads if self.per_head else 1)) if length else 0.0
+
+    def draw(self, length: int = 8, head: int = 0) -> str:
+        """The pattern as text: a row for each query, `#` where it may look."""
+        rows = self.visible(length, num_heads=head + 1)[head if self.per_head else 0].tolist()
+        return "\n".join(" ".join("#" if seen else "." for seen in row) for row in rows)
+
+    def __and__(self, other: "Pattern") -> "Pattern":
+        """What both let a query see."""
+        if isinstance(other, Both):  # one shape for a chain, so that equal formulas are equal values
+            return self & other.left & other.right
+        if isinstance(self, Full) or self == other:
+            return other
+        return self if isinstance(other, Full) else Both(self, other)
+
+    def __or__(self, other: "Pattern") -> "Pattern":
+        """What either lets a query see."""
+        if isinstance(other, Either):
+            return self | other.left | other.right
+        if isinstance(self, Full) or self == other:
+            return self
+        return other if isinstance(other, Full) else Either(self, other)
+
+    def __str__(self) -> str:
+        """The formula, which `parse` reads back."""
+        fields: list[Any] = list(dataclasses.fields(self))  # type: ignore[arg-type]
+        words: list[str] = []
+        for place, field in enumerate(fields):
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(repr(value) if len(words) == place == 0 else f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(words)})"
+
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Full(Pattern):
+    """Everything sees everything.
+
+    >>> print(Full().draw(8))
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    """
+
+    relative = True
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return torch.ones((), dtype=torch.bool, device=key.index.device)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.touches(queries, keys, head)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Causal(Pattern):
+    """A query sees itself and what came before it.
+
+    >>> print(Causal().draw(8))
+    # . . . . . . .
+    # # . . . . . .
+    # # # . . . . .
+    # # # # . . . .
+    # # # # # . . .
+    # # # # # # . .
+    # # # # # # # .
+    # # # # # # # #
+    """
+
+    relative = True
+    causal = True
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return key.index <= query.index
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return keys.first <= queries.last
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return keys.last <= queries.first
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Local(Pattern):
+    """A query sees `radius` tokens to each side and itself; in blocks, its own block and `radius` blocks to each side.
+
+    Source: Beltagy et al. 2020, section 3.1, arXiv:2004.05150; the paper's window w is 2 * radius.
+
+    >>> print(Local(2).draw(8))
+    # # # . . . . .
+    # # # # . . . .
+    # # # # # . . .
+    . # # # # # . .
+    . . # # # # # .
+    . . . # # # # #
+    . . . . # # # #
+    . . . . . # # #
+    >>> print(Local(1, block=2).draw(8))
+    # # # # . . . .
+    # # # # . . . .
+    # # # # # # . .
+    # # # # # # . .
+    . . # # # # # #
+    . . # # # # # #
+    . . . . # # # #
+    . . . . # # # #
+    """
+
+    radius: int
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        whole("radius", self.radius, least=0)
+        whole("block", self.block)
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return self.block == 1
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        if self.block == 1:
+            return (query.index - key.index).abs() <= self.radius
+        return (query.index // self.block - key.index // self.block).abs() <= self.radius
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        before = queries.first // self.block - keys.last // self.block
+        after = keys.first // self.block - queries.last // self.block
+        return (before <= self.radius) & (after <= self.radius)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        before = queries.last // self.block - keys.first // self.block
+        after = keys.last // self.block - queries.first // self.block
+        return (before <= self.radius) & (after <= self.radius)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Global(Pattern):
+    """The first `tokens` tokens see everything and are seen by everything; with `block`, the first `tokens` blocks
+    of that size.
+
+    Source: Beltagy et al. 2020, section 3.1, arXiv:2004.05150; Zaheer et al. 2020 (ITC), section 2,
+        arXiv:2007.14062.
+
+    >>> print(Global(2).draw(8))
+    # # # # # # # #
+    # # # # # # # #
+    # # . . . . . .
+    # # . . . . . .
+    # # . . . . . .
+    # # . . . . . .
+    # # . . . . . .
+    # # . . . . . .
+    >>> print(Global(1, block=3).draw(8))
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # . . . . .
+    # # # . . . . .
+    # # # . . . . .
+    # # # . . . . .
+    # # # . . . . .
+    """
+
+    tokens: int
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        whole("tokens", self.tokens, least=0)
+        whole("block", self.block)
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return (query.index < self.tokens * self.block) | (key.index < self.tokens * self.block)
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return (queries.first < self.tokens * self.block) | (keys.first < self.tokens * self.block)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return (queries.last < self.tokens * self.block) | (keys.last < self.tokens * self.block)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class Heads(Pattern):
+    """The named heads see everything, the others nothing: `Heads(0, 1) | Local(64)` mixes two full heads with local
+    ones.
+
+    >>> print(Heads(0).draw(8, head=0))
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    # # # # # # # #
+    >>> print(Heads(0).draw(2, head=1))
+    . .
+    . .
+    """
+
+    heads: tuple[int, ...]
+
+    relative = True
+    per_head = True
+
+    def __init__(self, *heads: int) -> None:
+        object.__setattr__(self, "heads", tuple(sorted({whole("head", head, least=0) for head in heads})))
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return torch.isin(query.head, torch.tensor(self.heads, dtype=query.head.dtype, device=query.head.device))
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.sees(Place(queries.first, head), Place(keys.first, head))
+
+    covers = touches
+
+    def __str__(self) -> str:
+        return f"Heads({', '.join(map(str, self.heads))})"
+
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Random(Pattern):
+    """Each block sees itself and `draws` blocks before it, drawn at random for each head; seeing is mutual.
+
+    The c candidates of block i are the blocks `first` ... i - 1 - `near`: those that a window of `near` blocks and
+    `first` global blocks leave. They are cut into `draws` even stretches and a hash of (seed, i, stretch, head)
+    takes one from each, so min(c, draws) distinct ones. Where `share` stands instead of `draws`, that share of the
+    candidates (rounded up) is drawn. As seeing is mutual, a row has about 2 * `draws` blocks on average, early ones
+    more; `& Causal()` leaves `draws` and the block itself.
+
+    Source: Zaheer et al. 2020, section 2, arXiv:2007.14062, which draws from all blocks and for a fixed length;
+        here the draw depends on nothing that comes later, so that it is the same at every length.
+
+    >>> print(Random(1, block=2, seed=1).draw(8))
+    # # # # . . . .
+    # # # # . . . .
+    # # # # # # # #
+    # # # # # # # #
+    . . # # # # . .
+    . . # # # # . .
+    . . # # . . # #
+    . . # # . . # #
+    """
+
+    draws: int | None = None
+    block: int = 1
+    seed: int = 0
+    near: int = 0
+    first: int = 0
+    share: float | None = None
+
+    per_head = True
+
+    def __post_init__(self) -> None:
+        if (self.draws is None) == (self.share is None):
+            raise OptionError("Random wants either draws, the blocks that a block draws, or share, their part of all")
+        if self.draws is not None:
+            whole("draws", self.draws)
+        elif isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise OptionError(f"share must be a number in (0, 1], not {self.share!r}")
+        whole("block", self.block)
+        whole("near", self.near, least=0)
+        whole("first", self.first, least=0)
+        if whole("seed", self.seed, least=0) > _LOW_32:
+            raise OptionError(f"seed must be below 2**32, not {self.seed}")
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        query_block, key_block = query.index // self.block, key.index // self.block
+        row = torch.maximum(query_block, key_block)
+        candidate = torch.minimum(query_block, key_block) - self.first
+        count = (row - self.near - self.first).clamp(min=0)
+        draws = self._draws(count)
+        stretch = ((candidate + 1) * draws - 1) // count.clamp(min=1)
+        start, stop = stretch * count // draws, (stretch + 1) * count // draws
+        drawn = start + _hash(self.seed, row, stretch, query.head) % (stop - start).clamp(min=1)
+        return (query_block == key_block) | ((candidate >= 0) & (candidate < count) & (candidate == drawn))
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        longest = max(int((span.last - span.first).max()) + 1 for span in (queries, keys))
+        if longest > self.block:  # runs hold many small blocks, and so many draws that nearly every pair of runs meets
+            return super().touches(queries, keys, head)
+        corners = [  # of the two blocks that a run can lie in
+            self.sees(Place(query, head), Place(key, head))
+            for query in (queries.first, queries.last)
+            for key in (keys.first, keys.last)
+        ]
+        return torch.stack(corners).any(0)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        within = [span.first // self.block == span.last // self.block for span in (queries, keys)]
+        return within[0] & within[1] & self.sees(Place(queries.first, head), Place(keys.first, head))
+
+    def _draws(self, count: Tensor) -> Tensor:
+        if self.share is None:
+            return torch.full_like(count, self.draws or 0)
+        millionths = round(self.share * 1_000_000)  # whole numbers: the same draw on every machine
+        return ((count * millionths + 999_999) // 1_000_000).clamp(min=1)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Both(Pattern):
+    """What two patterns both allow; written `a & b`."""
+
+    left: Pattern
+    right: Pattern
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return self.left.relative and self.right.relative
+
+    @property
+    def per_head(self) -> bool:  # type: ignore[override]
+        return self.left.per_head or self.right.per_head
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.left.causal or self.right.causal
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return self.left.sees(query, key) & self.right.sees(query, key)
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.left.touches(queries, keys, head) & self.right.touches(queries, keys, head)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.left.covers(queries, keys, head) & self.right.covers(queries, keys, head)
+
+    def __str__(self) -> str:
+        return " & ".join(f"({side})" if isinstance(side, Either) else str(side) for side in (self.left, self.right))
+
+    __repr__ = __str__
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Either(Pattern):
+    """What at least one of two patterns allows; written `a | b`."""
+
+    left: Pattern
+    right: Pattern
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return self.left.relative and self.right.relative
+
+    @property
+    def per_head(self) -> bool:  # type: ignore[override]
+        return self.left.per_head or self.right.per_head
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.left.causal and self.right.causal
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return self.left.sees(query, key) | self.right.sees(query, key)
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.left.touches(queries, keys, head) | self.right.touches(queries, keys, head)
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.left.covers(queries, keys, head) | self.right.covers(queries, keys, head)
+
+    def __str__(self) -> str:
+        return f"{self.left} | {self.right}"
+
+    __repr__ = __str__
+
+
+def parse(formula: str) -> Pattern:
+    """Reads a pattern from its formula, `Local(128) & Causal()` say; nothing is evaluated.
+
+    Raises:
+        OptionError: a name is no pattern, an argument is no plain number, or the text is no formula.
+    """
+    try:
+        tree = ast.parse(formula.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise OptionError(f"pattern {formula!r} is no formula: write one like 'Local(128) & Causal()'") from None
+    return _read(tree, formula)
+
+
+def _read(node: ast.AST, formula: str) -> Pattern:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+        left, right = _read(node.left, formula), _read(node.right, formula)
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        raise OptionError(f"pattern {formula!r}: only patterns, & and | may stand here, as in 'Local(128) | Global(4)'")
+    known = {kind.__name__: kind for kind in Pattern.__subclasses__() if kind not in (Both, Either)}
+    if node.func.id not in known:
+        near = nearest(node.func.id, known)
+        hint = f" Did you mean {near}?" if near else ""
+        raise OptionError(f"pattern {formula!r}: no pattern is named {node.func.id}.{hint} There are {sorted(known)}")
+    try:
+        values = [ast.literal_eval(value) for value in node.args]
+        named = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return known[node.func.id](*values, **named)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"pattern {formula!r}: {node.func.id}: {error}") from None
+
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def _mix(value: Tensor) -> Tensor:
+    """Scrambles 32 bits; the factor has 27, so that no product leaves 63."""
+    value = ((value ^ (value >> 16)) * 0x45D9F3B) & _LOW_32
+    value = ((value ^ (value >> 16)) * 0x45D9F3B) & _LOW_32
+    return value ^ (value >> 16)
+
+
+def _hash(seed: int, *numbers: Tensor) -> Tensor:
+    """A 32-bit hash of whole numbers, the same on every device, rank and run."""
+    state = _mix(torch.full_like(numbers[0], seed))
+    for number in numbers:
+        state = _mix((state + number * 0x1F3D5B79 + 1) & _LOW_32)  # exact for numbers below 2**34
+    return state

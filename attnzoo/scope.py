@@ -1,0 +1,130 @@
+"""What one call may look at: pattern and masks joined in one place, with score and dropout for the kernel."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from attnzoo.errors import MaskError
+from attnzoo.patterns import Pattern
+from attnzoo.scores import Score
+from attnzoo.shapes import Place
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """The facts of one call, handed to its kernel.
+
+    `query` and `key` are the places of all queries and keys, over [h, q, k]. `key_mask` and `documents` are [b, k],
+    `mask` is 4-D and broadcasts to [b, h, q, k]; all have been checked. `dropout` is 0 outside training.
+    """
+
+    pattern: Pattern
+    query: Place
+    key: Place
+    key_mask: Tensor | None = None
+    mask: Tensor | None = None
+    documents: Tensor | None = None
+    score: Score | None = None
+    dropout: float = 0.0
+
+    @property
+    def query_length(self) -> int:
+        return self.query.index.shape[1]
+
+    @property
+    def key_length(self) -> int:
+        return self.key.index.shape[2]
+
+    @property
+    def pattern_alone(self) -> bool:
+        """Whether the pattern is all that limits what may be looked at."""
+        return self.key_mask is None and self.mask is None and self.documents is None
+
+    def visible(self) -> Tensor:
+        """What may be looked at, as a bool mask that broadcasts to [b, h, q, k]."""
+        seen = self._less(self.pattern.sees(self.query, self.key), self.query, self.key, self.mask)
+        return seen[(None,) * (4 - seen.dim())]
+
+    def less(self, seen: Tensor, query: Place, key: Place) -> Tensor:
+        """What the masks leave of what the pattern lets see at chosen places of one 3-D shape; the batch in front."""
+        mask = self.mask
+        if mask is not None:
+            offset = self.key_length - self.query_length
+            axes = zip((query.head, query.index - offset, key.index), mask.shape[1:], strict=True)
+            head, row, column = (axis if size > 1 else torch.zeros_like(axis) for axis, size in axes)
+            mask = mask[:, head, row, column]
+        return self._less(seen, query, key, mask)
+
+    def narrowed(self, heads: Tensor, queries: Tensor) -> "Scope":
+        """The scope of chosen heads and queries alone."""
+        query = Place(self.query.index[:, queries], self.query.head[heads])
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.shape[1] == 1 else mask[:, heads]
+            mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
+        return dataclasses.replace(self, query=query, key=Place(self.key.index, query.head), mask=mask)
+
+    def _less(self, seen: Tensor, query: Place, key: Place, mask: Tensor | None) -> Tensor:
+        if self.key_mask is not None:
+            seen = seen & self.key_mask[:, key.index]
+        if self.documents is not None:
+            seen = seen & (self.documents[:, query.index] == self.documents[:, key.index])
+        return seen if mask is None else seen & mask
+
+
+def places(num_heads: int, query_length: int, key_length: int, device: torch.device) -> tuple[Place, Place]:
+    """Where queries and keys stand: query i of q at position i + (k - q)."""
+    index = torch.arange(key_length, device=device)
+    head = torch.arange(num_heads, device=device)[:, None, None]
+    return Place(index[None, key_length - query_length :, None], head), Place(index[None, None], head)
+
+
+def check_key_mask(key_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """The key mask as bool, [b, k], True = a real token."""
+    if key_mask is None:
+        return None
+    key_mask = _as_bool("key_mask", key_mask)
+    if key_mask.shape != (batch, keys):
+        raise MaskError(f"key_mask must be [batch, keys] = [{batch}, {keys}], not {list(key_mask.shape)}")
+    return key_mask
+
+
+def check_mask(mask: Tensor | None, batch: int, heads: int, queries: int, keys: int) -> Tensor | None:
+    """The mask as bool in four dimensions that broadcast to [b, h, q, k], True = may look."""
+    if mask is None:
+        return None
+    mask = _as_bool("mask", mask)
+    full = (batch, heads, queries, keys)
+    if mask.shape == full[2:]:
+        return mask[None, None]
+    if mask.dim() == 4 and all(size in (1, wanted) for size, wanted in zip(mask.shape, full, strict=True)):
+        return mask
+    raise MaskError(
+        f"mask must be [queries, keys] = [{queries}, {keys}], or 4-D and broadcast to [b, h, q, k] = {list(full)}, "
+        f"not {list(mask.shape)}; a key_mask [batch, keys] hides tokens"
+    )
+
+
+def check_documents(documents: Tensor | None, batch: int, keys: int) -> Tensor | None:
+    """The document of each token, [b, k], whole numbers."""
+    if documents is None:
+        return None
+    if not isinstance(documents, Tensor) or documents.dtype not in WHOLE:
+        raise MaskError(f"documents must be a tensor of whole numbers, one id a token, not {_kind(documents)}")
+    if documents.shape != (batch, keys):
+        raise MaskError(f"documents must be [batch, keys] = [{batch}, {keys}], not {list(documents.shape)}")
+    return documents
+
+
+def _as_bool(name: str, mask: Tensor) -> Tensor:
+    """Bool masks, and integer masks as tokenizers give them (non-zero = True)."""
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *WHOLE):
+        raise MaskError(f"{name} must be bool, True = may look (or whole numbers, non-zero = True), not {_kind(mask)}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

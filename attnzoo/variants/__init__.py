@@ -1,0 +1,1 @@
+"""The zoo, one file each; `attnzoo.registry.CATALOGUE` names them."""
