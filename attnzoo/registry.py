@@ -83,7 +83,7 @@ def register(name: str, *, examples: Iterable[Mapping[str, Any]] | None = None) 
         missing = [option for option in EVERY_VARIANT if option not in options(factory)]
         if missing:
             raise OptionError(f"{_home(factory)}: every variant also takes {', '.join(missing)}")
-        holders = [*([CATALOGUE[name]] if name in CATALOGUE else []), *(point.value for point in _plugins(name))]
+        holders = [CATALOGUE[name]] if name in CATALOGUE else [point.value for point in _plugins(name)]
         holders += [_home(_registered[name])] if name in _registered else []
         if any(holder != _home(factory) for holder in holders):
             raise NameTakenError(f"'{name}' is taken by {holders[0]}: give {_home(factory)} another name")
@@ -140,6 +140,9 @@ def list_variants(pattern: str = "*", supports: Iterable[str] = ()) -> list[str]
         OptionError: a feature has no meaning.
     """
     wanted = {choice("supports", feature, FEATURES) for feature in supports}
+    for point in _plugins():
+        if point.name in CATALOGUE and point.value != CATALOGUE[point.name]:
+            warnings.warn(f"'{point.name}' of {_origin(point)} is left out: the name is taken", stacklevel=2)
     names = sorted(fnmatch.filter(_names(), pattern))
     return [name for name in names if wanted <= set(_supports_or_warn(name))] if wanted else names
 
@@ -187,11 +190,11 @@ def _supports_or_warn(name: str) -> frozenset[str]:
 
 
 def _names() -> set[str]:
-    return {*CATALOGUE, *_registered, *(point.name for point in entry_points(group=GROUP))}
+    return {*CATALOGUE, *_registered, *(point.name for point in _plugins())}
 
 
-def _plugins(name: str) -> list[EntryPoint]:
-    return list(entry_points(group=GROUP, name=name))
+def _plugins(name: str | None = None) -> list[EntryPoint]:
+    return sorted(point for point in entry_points(group=GROUP) if name in (None, point.name))
 
 
 def _load(point: EntryPoint) -> Callable[..., Any]:

@@ -1,0 +1,235 @@
+"""The module's own doors: tokens, weights, visible, caches, projections and positions; the contract covers the rest."""
+
+import pytest
+import torch
+
+import attnzoo
+from attnzoo import CacheError, InputError, NotSupportedError, OptionError
+from attnzoo.positions import count_visible, rotate
+
+
+def module(name="gqa", **options):
+    options = {"num_kv_heads": 2, **options} if name == "gqa" else options
+    return attnzoo.build(name, d_model=24, num_heads=6, **options).double().eval()
+
+
+def tokens(length=7, batch=2):
+    return torch.randn(batch, length, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(7, 24), torch.zeros(2, 7, 23), torch.zeros(2, 7), [[1.0]], torch.zeros(2, 1, 7, 24)]
+)
+def test_tokens_of_another_shape_are_named(bad):
+    with pytest.raises(InputError, match=r"x must be \[batch, length, d_model\] = \[batch, length, 24\], not"):
+        module()(bad)
+
+
+def test_context_and_values_must_fit_each_other():
+    attention, x = module(), tokens()
+    with pytest.raises(InputError, match=r"context must be .*\[2, length, 24\], not \[3, 7, 24\]"):
+        attention(x, tokens(batch=3))
+    with pytest.raises(InputError, match=r"values must be .*\[2, 5, 24\], not \[2, 4, 24\]"):
+        attention(x, tokens(5), values=tokens(4))
+
+
+def test_values_may_come_from_a_third_place():
+    for name in ("gqa", "fused_qkv"):
+        attention = module(name)
+        x, context, other = tokens(), tokens(5), tokens(5)
+        torch.testing.assert_close(attention(x, context, values=context), attention(x, context))
+        moved = attention(x, context, values=other) - attention(x, context)
+        assert moved.abs().max() > 1e-3
+        torch.testing.assert_close(attention(x, x), attention(x))
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"positions": "rotary"}, {"positions": "alibi"}])
+def test_context_is_refused_where_positions_matter(options):
+    with pytest.raises(NotSupportedError, match="knows positions"):
+        module(**options)(tokens(), tokens(5))
+
+
+def test_weights_of_some_heads_and_queries_are_those_of_all():
+    for name, options in (
+        ("gqa", {"positions": "rotary"}),
+        ("bigbird", {"block": 2}),
+        ("vanilla", {"positions": "alibi"}),
+    ):
+        attention, x, key_mask = module(name, **options), tokens(11), torch.rand(2, 11) > 0.3
+        mask = torch.rand(2, 6, 11, 11) > 0.2
+        every = attention.weights(x, key_mask=key_mask, mask=mask)
+        assert every.shape == (2, 6, 11, 11)
+        some = attention.weights(x, key_mask=key_mask, mask=mask, heads=[4, 0], queries=[10, -2, 3])
+        torch.testing.assert_close(some, every[:, [4, 0]][:, :, [10, 9, 3]])
+        v = attention.projection.split(attention.v_proj(x.masked_fill(~key_mask[..., None], 0)))
+        v = v.repeat_interleave(6 // attention.num_kv_heads, dim=1)
+        joined = attention.out_proj((every @ v).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(joined, attention(x, key_mask=key_mask, mask=mask))
+    with pytest.raises(InputError, match="heads must be whole numbers below 6"):
+        attention.weights(x, heads=[6])
+
+
+def test_redraw_is_not_known_before_it_is_drawn():
+    attention = module("random_sparse", keys=3, redraw=True)
+    assert torch.equal(attention.visible(9), attention.visible(9))
+    attention.train()
+    for ask in (lambda: attention.visible(9), lambda: attention.weights(tokens())):
+        with pytest.raises(NotSupportedError, match="eval"):
+            ask()
+    x = tokens(30)
+    assert not torch.equal(attention(x), attention(x))
+
+
+def test_redraw_is_the_same_again_when_checkpointing_computes_it_again():
+    attention = module("random_sparse", keys=3, redraw=True, dropout=0.2).train()
+    x = tokens(30).requires_grad_()
+    grads = []
+    for checkpointed in (False, True):
+        torch.manual_seed(1)
+        y = torch.utils.checkpoint.checkpoint(attention, x, use_reentrant=False) if checkpointed else attention(x)
+        grads.append(torch.autograd.grad(y.square().sum(), [x, *attention.parameters()]))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_train_only_looks_at_everything_in_eval():
+    attention = module("random_sparse", keys=2, train_only=True)
+    assert attention.visible(9).all()
+    assert not attention.train().visible(9).all()
+    assert attention.density(9) < 1
+
+
+def test_an_adapter_put_in_place_of_a_layer_is_used():
+    for name, layer in (("gqa", "k_proj"), ("fused_qkv", "qkv_proj")):
+        attention, x = module(name), tokens()
+        before = attention(x)
+        inner = getattr(attention, layer)
+        setattr(
+            attention,
+            layer,
+            torch.nn.Sequential(inner, torch.nn.Linear(inner.out_features, inner.out_features).double()),
+        )
+        assert (attention(x) - before).abs().max() > 1e-3
+
+
+def test_a_cache_of_another_attention_or_batch_or_dtype_is_refused_and_left_alone():
+    attention = module(causal=True)
+    cache = attention.new_cache(batch_size=2, max_length=9)
+    attention(tokens(3), cache=cache)
+    for call, says in (
+        (lambda: attention(tokens(3, batch=3), cache=cache), "batch_size=2, and the call has 3"),
+        (lambda: attention(tokens(7), cache=cache), "holds 3 of max_length=9.*max_length=10 or more"),
+        (lambda: module("vanilla", causal=True)(tokens(3), cache=cache), "other heads"),
+        (lambda: cache.crop(4), "0 to the 3"),
+        (lambda: cache.crop(-1), "crop"),
+        (lambda: cache.reorder(torch.tensor([0, 2])), "whole numbers below 2"),
+    ):
+        with pytest.raises(CacheError, match=says):
+            call()
+        assert cache.length == 3
+    half = attention.bfloat16()
+    small = half.new_cache(batch_size=2, max_length=4)
+    with pytest.raises(CacheError, match="bfloat16.*float64"):
+        half.double()(tokens(2), cache=small)
+
+
+def test_a_failing_kernel_leaves_the_cache_as_it_was(monkeypatch):
+    attention = module(causal=True)
+    cache = attention.new_cache(batch_size=2, max_length=9)
+    x = tokens(5)
+    whole = attention(x)
+    attention(x[:, :3], cache=cache)
+    monkeypatch.setattr(type(attention), "attend", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        attention(x[:, :2], cache=cache)
+    monkeypatch.undo()
+    torch.testing.assert_close(attention(x[:, 3:], cache=cache), whole[:, 3:])
+
+
+def test_own_keys_keep_their_gradient_and_earlier_ones_do_not():
+    attention, x = module(causal=True), tokens(6).requires_grad_()
+    cache = attention.new_cache(batch_size=2, max_length=6)
+    attention(x[:, :4], cache=cache)
+    grad = torch.autograd.grad(attention(x[:, 4:], cache=cache).sum(), x)[0]
+    assert not grad[:, :4].any()
+    assert grad[:, 4].any()
+    prompt = attention.new_cache(batch_size=2, max_length=6)
+    torch.testing.assert_close(
+        torch.autograd.grad(attention(x, cache=prompt).square().sum(), x),
+        torch.autograd.grad(attention(x).square().sum(), x),
+    )
+
+
+def test_reorder_moves_keys_values_and_what_is_hidden():
+    attention, x = module(causal=True, positions="rotary"), tokens(6, batch=3)
+    key_mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
+    order = torch.tensor([2, 0, 0, 1])
+    cache = attention.new_cache(batch_size=3, max_length=6)
+    attention(x[:, :4], cache=cache, key_mask=key_mask[:, :4])
+    cache.reorder(order)
+    torch.testing.assert_close(
+        attention(x[order, 4:], cache=cache), attention(x[order], key_mask=key_mask[order])[:, 4:]
+    )
+
+
+def test_a_cache_counts_its_bytes_and_takes_the_dtype_of_autocast():
+    attention = attnzoo.build("gqa", d_model=24, num_heads=6, num_kv_heads=2, causal=True)
+    assert attention.new_cache(batch_size=3, max_length=10).nbytes == 3 * 10 * (2 * 2 * 4 * 4 + 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = attention.new_cache(batch_size=2, max_length=10)
+        assert cache.dtype == torch.bfloat16
+        attention(torch.randn(2, 3, 24), cache=cache)
+    for bad in (
+        {"batch_size": 0, "max_length": 3},
+        {"batch_size": 1, "max_length": 0},
+        {"batch_size": 1, "max_length": 3, "rewind": -1},
+    ):
+        with pytest.raises(OptionError):
+            attention.new_cache(**bad)
+
+
+def test_a_cache_born_in_inference_mode_serves_training_too():
+    attention, x = module(causal=True), tokens(6)
+    with torch.inference_mode():
+        cache = attention.new_cache(batch_size=2, max_length=6)
+        attention(x[:, :3], cache=cache)
+        cache.reorder(torch.tensor([0, 1]))
+    torch.testing.assert_close(attention(x[:, 3:], cache=cache), attention(x)[:, 3:])
+
+
+def test_positions_count_visible_tokens_of_a_document():
+    key_mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1], [3, 5, 3, 5, 5, 3]])
+    device = torch.device("cpu")
+    assert count_visible(3, None, None, device).tolist() == [[0, 1, 2]]
+    assert count_visible(6, key_mask, None, device).tolist() == [[0, 0, 1, 2, 2, 3], [0, 1, 2, 3, 4, 5]]
+    assert count_visible(6, None, documents, device).tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 1, 1, 2, 2]]
+    assert count_visible(6, key_mask, documents, device).tolist() == [[0, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2]]
+
+
+def test_rotary_turns_each_pair_by_position_times_frequency():
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    turned = rotate(x, torch.tensor([[0, 1, 5000]]))
+    for row, position in enumerate((0, 1, 5000)):
+        for pair in (0, 1):
+            angle = torch.tensor(position / 10_000 ** (pair / 2), dtype=torch.float64)
+            first, second = x[0, 0, row, pair], x[0, 0, row, pair + 2]
+            torch.testing.assert_close(turned[0, 0, row, pair], first * angle.cos() - second * angle.sin())
+            torch.testing.assert_close(turned[0, 0, row, pair + 2], second * angle.cos() + first * angle.sin())
+    half = rotate(x.bfloat16(), torch.tensor([[0, 1, 5000]]))
+    torch.testing.assert_close(
+        half.double(), rotate(x.bfloat16().double(), torch.tensor([[0, 1, 5000]])), atol=2e-2, rtol=1e-2
+    )
+
+
+def test_rotary_needs_pairs():
+    with pytest.raises(OptionError, match="even head_dim, not 3"):
+        attnzoo.build("vanilla", d_model=18, num_heads=6, positions="rotary")
+
+
+def test_a_seed_beyond_its_range_and_a_class_called_directly_are_checked_alike():
+    with pytest.raises(OptionError, match="dropout"):
+        attnzoo.find("vanilla")(24, 6, dropout=2)
+    with pytest.raises(OptionError, match="positions must be one of"):
+        attnzoo.find("vanilla")(24, 6, positions="sideways")
+    with pytest.raises(OptionError, match="bias must be"):
+        attnzoo.find("vanilla")(24, 6, bias=0)

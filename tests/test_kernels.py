@@ -1,0 +1,205 @@
+"""Every kernel gives what `dense` gives, forward and backward; `dense` against a plain loop."""
+
+import math
+
+import pytest
+import torch
+
+from attnzoo import NotSupportedError, attend
+from attnzoo.kernels.blocks import blocks
+from attnzoo.kernels.dense import dense
+from attnzoo.kernels.fused import fused
+from attnzoo.patterns import Causal, Full, Global, Local, Random
+from attnzoo.scope import Scope, places
+from attnzoo.scores import Alibi, Score
+from tests.test_patterns import EXPRESSIONS
+
+HEADS, GROUPS, FEATURES, WIDTH = 6, 2, 5, 3
+
+
+def inputs(queries, keys, batch=2, heads=HEADS, groups=GROUPS, dtype=torch.float64):
+    shapes = (batch, heads, queries, FEATURES), (batch, groups, keys, FEATURES), (batch, groups, keys, WIDTH)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def scope_of(pattern, queries, keys, **facts):
+    query, key = places(HEADS, queries, keys, torch.device("cpu"))
+    return Scope(pattern, query, key, **facts)
+
+
+def masks(kind, queries, keys, batch=2):
+    key_mask = torch.rand(batch, keys) > 0.4
+    mask = torch.rand(batch, HEADS, queries, keys) > 0.3
+    return {
+        "no mask": {},
+        "key_mask": {"key_mask": key_mask},
+        "mask": {"mask": mask},
+        "mask over heads": {"mask": mask[:, :1]},
+        "mask over all": {"mask": mask[:1, :1]},
+        "mask of one row": {"mask": mask[:, :, :1]},
+        "everything": {"key_mask": key_mask, "mask": mask, "documents": torch.arange(keys).expand(batch, -1) // 6},
+    }[kind]
+
+
+def same(kernel, q, k, v, scope, **options):
+    """Output and all gradients against the definition."""
+    out, wanted = kernel(q, k, v, scope, **options), dense(q, k, v, scope)
+    torch.testing.assert_close(out, wanted)
+    above = torch.randn_like(out)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, (q, k, v), above), torch.autograd.grad(wanted, (q, k, v), above)
+    )
+
+
+def test_dense_is_what_a_plain_loop_over_queries_says():
+    queries, keys = 5, 9
+    q, k, v = (tensor.detach() for tensor in inputs(queries, keys))
+    facts = masks("everything", queries, keys)
+    facts["key_mask"][1] = False  # nothing to see
+    pattern = Local(3) & Causal()
+    out = dense(q, k, v, scope_of(pattern, queries, keys, **facts))
+    for b in range(2):
+        for h in range(HEADS):
+            for i in range(queries):
+                at = i + keys - queries
+                ids = facts["documents"][b]
+                seen = [
+                    j
+                    for j in range(at - 3, at + 1)
+                    if j >= 0 and facts["key_mask"][b, j] and facts["mask"][b, h, i, j] and ids[j] == ids[at]
+                ]
+                powers = [math.exp(float(q[b, h, i] @ k[b, h // 3, j]) / math.sqrt(FEATURES)) for j in seen]
+                wanted = sum(
+                    (p / sum(powers) * v[b, h // 3, j] for p, j in zip(powers, seen, strict=True)), torch.zeros(WIDTH)
+                )
+                torch.testing.assert_close(out[b, h, i], wanted.to(out.dtype))
+
+
+@pytest.mark.parametrize("pattern", EXPRESSIONS, ids=str)
+def test_blocks_over_any_pattern(pattern):
+    for (queries, keys), block in (((23, 23), 4), ((5, 18), 8), ((1, 17), 4)):
+        same(blocks, *inputs(queries, keys), scope_of(pattern, queries, keys), block=block)
+
+
+@pytest.mark.parametrize(
+    "kind", ["key_mask", "mask", "mask over heads", "mask over all", "mask of one row", "everything"]
+)
+@pytest.mark.parametrize("pattern", [Local(3), Global(2) | Local(1) & Causal(), Random(2, block=4)], ids=str)
+def test_blocks_under_masks(pattern, kind):
+    for queries, keys in ((13, 13), (4, 11)):
+        same(blocks, *inputs(queries, keys), scope_of(pattern, queries, keys, **masks(kind, queries, keys)), block=4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 12, 63, 64, 65])
+def test_blocks_of_any_length(length):
+    same(blocks, *inputs(length, length), scope_of(Local(2) | Global(1), length, length), block=4)
+
+
+@pytest.mark.parametrize("kind", ["no mask", "key_mask", "mask", "mask over heads", "mask of one row", "everything"])
+@pytest.mark.parametrize("pattern", [Full(), Causal(), Local(2)], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (1, 7), (3, 8), (1, 1)])
+def test_fused_under_masks(pattern, kind, queries, keys):
+    same(fused, *inputs(queries, keys), scope_of(pattern, queries, keys, **masks(kind, queries, keys)))
+
+
+def test_fused_without_groups_and_with_one():
+    for groups in (HEADS, 1):
+        for queries in (1, 7):
+            same(fused, *inputs(queries, 7, groups=groups), scope_of(Causal(), queries, 7))
+
+
+class Slope(Score, torch.nn.Module):
+    """A learned slope for each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.randn(HEADS, dtype=torch.float64))
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, scores, query, key):
+        return scores + self.slope[query.head] * (query.index - key.index)
+
+    __call__ = torch.nn.Module.__call__
+
+
+@pytest.mark.parametrize("kernel", [blocks, fused])
+def test_a_score_enters_every_kernel_with_its_parameters(kernel):
+    q, k, v = inputs(11, 11)
+    same(kernel, q, k, v, scope_of(Local(4), 11, 11, score=Alibi(HEADS)))
+    score = Slope()
+    scope = scope_of(Local(4), 11, 11, score=score)
+    same(kernel, q, k, v, scope)
+    grads = [torch.autograd.grad(run(q, k, v, scope).square().sum(), score.slope)[0] for run in (kernel, dense)]
+    torch.testing.assert_close(*grads)
+
+
+def test_alibi_slopes_are_the_papers():
+    assert Alibi(8).slopes() == [2.0**-i for i in range(1, 9)]
+    assert Alibi(6).slopes() == pytest.approx([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+    scores = Alibi(8)(torch.zeros(1, 8, 2, 5), *places(8, 2, 5, torch.device("cpu")))
+    assert scores[0, 0].tolist() == [[-1.5, -1.0, -0.5, 0.0, -0.5], [-2.0, -1.5, -1.0, -0.5, 0.0]]
+
+
+def test_blocks_passes_gradcheck_with_masks_score_and_dropout():
+    q, k, v = inputs(7, 7, batch=1)
+    facts = masks("everything", 7, 7, batch=1)
+    scope = scope_of(Local(2) | Global(1), 7, 7, score=Alibi(HEADS), dropout=0.3, **facts)
+
+    def seeded(*tensors):
+        torch.manual_seed(0)  # the same keys are dropped each time
+        return blocks(*tensors, scope, block=3)
+
+    assert torch.autograd.gradcheck(seeded, (q, k, v))
+
+
+@pytest.mark.parametrize("kernel", [dense, fused, blocks])
+def test_dropout_keeps_the_mean_and_drops_single_weights(kernel):
+    q, k, _ = inputs(6, 6, batch=1)
+    v = torch.eye(6, dtype=torch.float64).expand(1, GROUPS, 6, 6)  # the output is the weights
+    scope = scope_of(Full(), 6, 6, dropout=0.4)
+    draws = torch.stack([kernel(q, k, v, scope) for _ in range(2000)])
+    wanted = dense(q, k, v, scope_of(Full(), 6, 6))
+    assert ((draws == 0).double().mean(0) - 0.4).abs().max() < 0.06
+    torch.testing.assert_close(draws.mean(0), wanted, atol=0.03, rtol=0)
+    torch.testing.assert_close(draws.max(0).values, wanted / 0.6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_sums_in_float32(dtype):
+    q, k, v = (tensor.detach() for tensor in inputs(64, 64, dtype=dtype))
+    wanted = dense(*(tensor.double() for tensor in (q, k, v)), scope_of(Local(40), 64, 64))
+    for kernel in (dense, blocks):
+        out = kernel(q, k, v, scope_of(Local(40), 64, 64))
+        assert out.dtype == dtype
+        assert (out - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
+
+
+def test_attend_takes_the_kernel_that_fits_and_hides_what_the_key_mask_hides():
+    q, k, v = inputs(9, 9)
+    for pattern in (Full(), Causal(), Local(2) & Causal()):
+        key_mask = torch.rand(2, 9) > 0.3
+        dirty = [tensor.detach().masked_fill(~key_mask[:, None, :, None], float("nan")) for tensor in (k, v)]
+        wanted = dense(q, k, v, scope_of(pattern, 9, 9, key_mask=key_mask))
+        torch.testing.assert_close(attend(q, *dirty, pattern, key_mask=key_mask), wanted)
+        torch.testing.assert_close(attend(q, k, v, pattern, key_mask=key_mask.long()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ([(2, 6, 5), (2, 2, 5, 4), (2, 2, 5, 4)], "4-D"),
+        ([(2, 6, 5, 4), (2, 4, 5, 4), (2, 4, 5, 4)], "divide"),
+        ([(2, 6, 5, 4), (2, 2, 5, 3), (2, 2, 5, 4)], "agree"),
+        ([(2, 6, 5, 4), (2, 2, 5, 4), (2, 2, 6, 4)], "agree"),
+        ([(2, 6, 5, 4), (2, 2, 4, 4), (2, 2, 4, 4)], "5 queries do not fit into 4 keys"),
+    ],
+)
+def test_attend_names_shapes_that_do_not_fit(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        attend(*(torch.zeros(size) for size in sizes), Causal())
+
+
+def test_attend_refuses_documents_where_places_matter():
+    q, k, v = inputs(5, 5)
+    with pytest.raises(NotSupportedError, match="places of the whole sequence"):
+        attend(q, k, v, Global(1), documents=torch.zeros(2, 5, dtype=torch.long))

@@ -1,0 +1,30 @@
+"""Peak memory at long lengths, in bytes that the operating system counted in a fresh process."""
+
+import subprocess
+import sys
+
+import pytest
+
+LENGTH, HEADS, FEATURES = 8192, 8, 64
+
+PROGRAM = f"""
+import resource, sys, torch, attnzoo
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+torch.set_num_threads(1)
+attention = attnzoo.build({{name!r}}, d_model={HEADS * FEATURES}, num_heads={HEADS}, **{{options!r}})
+x = torch.randn(1, {LENGTH}, {HEADS * FEATURES}, requires_grad=True)
+attention(x[:, :64].detach()).sum().backward()  # what is loaded once does not count
+before = peak()
+attention(x).sum().backward()
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("name", "options"), [("local", {"radius": 128}), ("bigbird", {})])
+def test_forward_and_backward_stay_under_an_eighth_of_one_dense_score_matrix(name, options):
+    program = PROGRAM.format(name=name, options=options)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < HEADS * LENGTH * LENGTH * 4 / 8
