@@ -5,7 +5,7 @@ touch equally many are computed together, a part at a time, and each part is com
 stays linear.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,10 @@ PART = 2**20  # scores computed at once: 4 MiB in float32
 
 
 class Part(NamedTuple):
-    """Tiles [i] of queries that touch m blocks of keys each, and where their tokens stand."""
+    """Tiles [i] of queries that touch m blocks of keys each, numbered over all heads, and where their tokens stand."""
 
-    tile: Tensor  # [i]
+    tiles: Tensor  # [i]
     blocks: Tensor  # [i, m]
-    group: Tensor  # [i, 1], the key-value head
     query: Place  # [i, tile, 1]
     key: Place  # [i, 1, m * block]
     partial: tuple[Tensor, Tensor]  # which (i, m) the pattern lets see in part only
@@ -57,17 +56,17 @@ def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterato
     widths = touched.sum(-1)
     for width in widths.unique().tolist():
         alike = (widths == width).nonzero().flatten()
-        for chosen in alike.split(max(1, PART // (len(q) * tile * width * block))) if width else ():
-            number, there = touched[chosen].nonzero()[:, 1].view(len(chosen), width), chosen % size[1]
-            head = chosen // size[1]
-            query = queries.first[there][:, None] + torch.arange(tile)
-            key = (columns.first[number][:, :, None] + torch.arange(block)).flatten(1)
-            item, slot = partial[chosen].gather(1, number).nonzero().unbind(1)
-            move = (there, number, (head // (heads // groups))[:, None], query[:, :, None], key[:, None], item, slot)
-            there, number, group, query, key, item, slot = (tensor.to(q.device) for tensor in move)
-            place = head[:, None, None].to(q.device)
+        for tiles in alike.split(max(1, PART // (len(q) * tile * width * block))) if width else ():
+            number = touched[tiles].nonzero()[:, 1].view(len(tiles), width)
+            item, slot = partial[tiles].gather(1, number).nonzero().unbind(1)
+            head = tiles // size[1]
+            query = queries.first[tiles % size[1]][:, None, None] + torch.arange(tile)[:, None]
+            key = (columns.first[number][:, :, None] + torch.arange(block)).flatten(1)[:, None]
+            number = number + (head // (heads // groups) * size[2])[:, None]
+            move = (tiles, number, head[:, None, None], query, key, item, slot)
+            tiles, number, head, query, key, item, slot = (tensor.to(q.device) for tensor in move)
             seed = int(torch.randint(2**62, ())) if scope.dropout else 0
-            yield Part(there, number, group, Place(query, place), Place(key, place), (item, slot), seed)
+            yield Part(tiles, number, Place(query, head), Place(key, head), (item, slot), seed)
 
 
 def _spans(start: int, stop: int, size: int) -> Span:
@@ -88,57 +87,65 @@ class _Blocks(torch.autograd.Function):
         block: int,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.scope, ctx.parts, ctx.tile, ctx.block, ctx.parameters = scope, parts, tile, block, parameters
-        cut = (_cut(q, tile), _cut(k, block), _cut(v, block))
-        out = _empty_cut(q, v.shape[-1], tile)
+        cut = [_cut(q, tile), _cut(k, block), _cut(v, block)]
+        ctx.save_for_backward(*cut)  # and not q, k, v: they need not stay
+        ctx.scope, ctx.parts, ctx.parameters, ctx.tile = scope, parts, parameters, tile
+        ctx.heads, ctx.groups, ctx.lengths = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
+        out = _TokenOrder(cut[0], q.shape[1], v.shape[-1])
         for part in parts:
-            out[:, part.query.head[:, 0, 0], part.tile] = _attend(_gather(cut, part), scope, part).to(v.dtype)
-        return _joined(out, q)
+            out.put(part, _attend(_gather(cut, part), scope, part))
+        return out.heads(q.shape[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
-        cut, grad = (_cut(q, ctx.tile), _cut(k, ctx.block), _cut(v, ctx.block)), _cut(grad, ctx.tile)
-        grad_q = _empty_cut(q, q.shape[-1], ctx.tile)
-        grad_k, grad_v = (torch.zeros(keys.shape, dtype=wide, device=q.device) for keys in cut[1:])
+        cut, grad = ctx.saved_tensors, _cut(grad, ctx.tile)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grad_q = _TokenOrder(cut[0], ctx.heads, cut[0].shape[-1])
+        grad_k, grad_v = (torch.zeros_like(keys, dtype=wide) for keys in cut[1:])
         grad_parameters: list[Tensor | None] = [None] * len(ctx.parameters)
         for part in ctx.parts:
             pieces = [piece.requires_grad_() for piece in _gather(cut, part)]
             with torch.enable_grad():
                 out = _attend(pieces, ctx.scope, part)
-            inputs, above = [*pieces, *ctx.parameters], grad[:, part.query.head[:, 0, 0], part.tile].to(wide)
+            inputs, above = [*pieces, *ctx.parameters], grad.index_select(1, part.tiles).to(wide)
             new_q, new_k, new_v, *new = torch.autograd.grad(out, inputs, above, allow_unused=True)
-            grad_q[:, part.query.head[:, 0, 0], part.tile] = new_q.to(q.dtype)
-            numbers = (part.group * grad_k.shape[2] + part.blocks).flatten()
+            grad_q.put(part, new_q)
             for total, more in ((grad_k, new_k), (grad_v, new_v)):
-                total.flatten(1, 2).index_add_(1, numbers, more.unflatten(2, (-1, ctx.block)).flatten(1, 2))
+                total.index_add_(1, part.blocks.flatten(), more.unflatten(2, (-1, total.shape[2])).flatten(1, 2))
             grad_parameters = [_sum(old, more) for old, more in zip(grad_parameters, new, strict=True)]
-        grads = (_joined(grad_q, q), _joined(grad_k, k).to(k.dtype), _joined(grad_v, v).to(v.dtype))
-        return (*grads, None, None, None, None, *grad_parameters)
+        queries, keys = ctx.lengths
+        joined = (total.unflatten(1, (ctx.groups, -1)).flatten(2, 3)[:, :, :keys] for total in (grad_k, grad_v))
+        return (grad_q.heads(queries), *(each.to(grad.dtype) for each in joined), *(None,) * 4, *grad_parameters)
+
+
+class _TokenOrder:
+    """Tiles to fill, laid out in memory as tokens are, so that joining the heads copies nothing."""
+
+    def __init__(self, cut: Tensor, heads: int, features: int) -> None:
+        tiles = cut.shape[1] // heads
+        self.tiles = cut.new_zeros(cut.shape[0], tiles, cut.shape[2], heads, features).permute(0, 3, 1, 2, 4)
+
+    def put(self, part: Part, piece: Tensor) -> None:
+        self.tiles[:, part.query.head[:, 0, 0], part.tiles % self.tiles.shape[2]] = piece.to(self.tiles.dtype)
+
+    def heads(self, length: int) -> Tensor:
+        """[b, h, t, f]"""
+        return self.tiles.flatten(2, 3)[:, :, :length]
 
 
 def _cut(x: Tensor, size: int) -> Tensor:
-    """Heads [b, h, t, d] cut along t: [b, h, n, size, d], a view where size divides t, else filled up with zeros."""
-    rest = -x.shape[2] % size
-    return (F.pad(x, (0, 0, 0, rest)) if rest else x).unflatten(2, (-1, size))
+    """Heads [b, h, t, d] cut along t, the last cut filled up with zeros: [b, (h n), size, d], contiguous."""
+    missing = -x.shape[2] % size
+    filled = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
+    return filled.unflatten(2, (-1, size)).flatten(1, 2)
 
 
-def _empty_cut(x: Tensor, features: int, size: int) -> Tensor:
-    """Zeros for the cut of a tensor like x, laid out as tokens are, so that joining the heads copies nothing."""
-    return x.new_zeros(x.shape[0], -(-x.shape[2] // size), size, x.shape[1], features).permute(0, 3, 1, 2, 4)
-
-
-def _joined(cut: Tensor, x: Tensor) -> Tensor:
-    return cut.flatten(2, 3)[:, :, : x.shape[2]]
-
-
-def _gather(cut: tuple[Tensor, Tensor, Tensor], part: Part) -> list[Tensor]:
+def _gather(cut: Sequence[Tensor], part: Part) -> list[Tensor]:
     """Queries [b, i, tile, d] and keys and values [b, i, m * block, d] of a part, in float32 at least."""
     q, k, v = cut
     wide = torch.promote_types(q.dtype, torch.float32)
-    found = (q[:, part.query.head[:, 0, 0], part.tile], *(x[:, part.group, part.blocks].flatten(2, 3) for x in (k, v)))
+    found = [q.index_select(1, part.tiles)]
+    found += [x.index_select(1, part.blocks.flatten()).unflatten(1, part.blocks.shape).flatten(2, 3) for x in (k, v)]
     return [piece.detach().to(wide) for piece in found]
 
 
