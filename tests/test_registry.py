@@ -171,7 +171,7 @@ def test_registering_again_replaces_and_another_owner_is_refused(forget):
     assert attnzoo.find("toy") is again
     with pytest.raises(NameTakenError, match=r"'toy' is taken by .*toy\.<locals>\.build_toy"):
         attnzoo.register("toy")(toy(__qualname__="other"))
-    with pytest.raises(NameTakenError, match="'gqa' is taken by attnzoo.variants.gqa:GQA"):
+    with pytest.raises(NameTakenError, match=r"'gqa' is taken by attnzoo.variants.gqa:GQA"):
         attnzoo.register("gqa")(toy())
 
 
