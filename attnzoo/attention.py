@@ -1,13 +1,14 @@
 """What every variant is: project, open a scope, attend, merge the heads, project out."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.cache import Cache
-from attnzoo.errors import InputError, NotSupportedError, OptionError
+from attnzoo.errors import CacheError, InputError, NotSupportedError, OptionError
 from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense, dense_weights
 from attnzoo.kernels.fused import fused
@@ -99,7 +100,7 @@ class Attention(nn.Module):
     def expected(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         """What `attend` must give, as plainly as it can be said; the contract compares the two in float64."""
         weights = dense_weights(q, k, scope, self.visible_for(q, k, scope))
-        return weights @ v.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        return weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     @property
     def redraws(self) -> bool:
@@ -139,7 +140,7 @@ class Attention(nn.Module):
             NotSupportedError: the variant declares that it does without.
         """
         q, k, v, scope, appended = self._open(x, context, values, key_mask, mask, documents, cache)
-        with torch.autocast(q.device.type, enabled=False):  # a kernel chooses its own dtypes
+        with _own_dtypes(q):
             heads = self.attend(q, k, v, scope)
         if cache is not None:
             cache.commit(appended, x.shape[1])
@@ -168,7 +169,7 @@ class Attention(nn.Module):
         query = _chosen("queries", queries, x.shape[1], q.device)
         q, k = q[:, head][:, :, query], k[:, head // (self.num_heads // self.num_kv_heads)]
         scope = scope.narrowed(head, query)
-        with torch.autocast(q.device.type, enabled=False):
+        with _own_dtypes(q):
             return dense_weights(q, k, scope, self.visible_for(q, k, scope)).to(q.dtype)
 
     def visible(self, query_length: int, key_length: int | None = None) -> Tensor:
@@ -177,6 +178,9 @@ class Attention(nn.Module):
         Raises:
             NotSupportedError: the next call draws a new pattern.
         """
+        key_length = query_length if key_length is None else key_length
+        for name, length in (("query_length", query_length), ("key_length", key_length)):
+            whole(name, length, least=0)
         return self._fixed_pattern().visible(query_length, key_length, self.num_heads)
 
     def density(self, length: int) -> float:
@@ -237,7 +241,7 @@ class Attention(nn.Module):
         keys = before + context.shape[1]
         key_mask = check_key_mask(key_mask, batch, keys)
         mask = check_mask(mask, batch, self.num_heads, queries, keys)
-        documents = check_documents(documents, batch, keys)
+        documents = check_documents(documents, batch, queries, keys)
 
         pattern = self.current_pattern()
         own = None if key_mask is None else key_mask[:, before:]
@@ -268,6 +272,8 @@ class Attention(nn.Module):
             )
 
     def _check_supported(self, crossed: bool, cache: Cache | None, documents: Tensor | None) -> None:
+        if cache is not None and not isinstance(cache, Cache):
+            raise CacheError(f"a cache comes from new_cache(), not from {type(cache).__name__}")
         if cache is not None and crossed:
             raise NotSupportedError("a cache reads one sequence: give a cache or context and values, not both")
         if cache is not None and "cache" not in self.supports:
@@ -349,14 +355,20 @@ def attend(
         key,
         key_mask,
         check_mask(mask, batch, heads, queries, keys),
-        check_documents(documents, batch, keys),
+        check_documents(documents, batch, queries, keys),
         score,
         share("dropout", dropout),
     )
     if key_mask is not None:
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with _own_dtypes(q):
         return fused(q, k, v, scope) if pattern in (Full(), Causal()) else blocks(q, k, v, scope, block)
+
+
+def _own_dtypes(q: Tensor) -> AbstractContextManager[Any]:
+    """Keeps autocast out of a kernel, which chooses its own dtypes."""
+    kind = q.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _hide(tokens: Tensor, key_mask: Tensor | None) -> Tensor:

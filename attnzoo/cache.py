@@ -90,7 +90,7 @@ class Cache:
         stop = self.length + tensor.shape[2]
         with torch.no_grad():
             stored[:, :, self.length : stop] = tensor
-        if tensor.requires_grad and torch.is_grad_enabled():  # own keys keep their gradient, earlier ones are detached
+        if torch.is_grad_enabled():  # own keys keep their gradient, and backward must find earlier ones unchanged
             return torch.cat([stored[:, :, : self.length].to(tensor.dtype), tensor], dim=2)
         return stored[:, :, :stop].to(tensor.dtype)
 

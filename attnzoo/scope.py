@@ -77,9 +77,9 @@ class Scope:
 
 def places(num_heads: int, query_length: int, key_length: int, device: torch.device) -> tuple[Place, Place]:
     """Where queries and keys stand: query i of q at position i + (k - q)."""
-    index = torch.arange(key_length, device=device)
     head = torch.arange(num_heads, device=device)[:, None, None]
-    return Place(index[None, key_length - query_length :, None], head), Place(index[None, None], head)
+    query = torch.arange(key_length - query_length, key_length, device=device)
+    return Place(query[None, :, None], head), Place(torch.arange(key_length, device=device)[None, None], head)
 
 
 def check_key_mask(key_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
@@ -108,7 +108,7 @@ def check_mask(mask: Tensor | None, batch: int, heads: int, queries: int, keys: 
     )
 
 
-def check_documents(documents: Tensor | None, batch: int, keys: int) -> Tensor | None:
+def check_documents(documents: Tensor | None, batch: int, queries: int, keys: int) -> Tensor | None:
     """The document of each token, [b, k], whole numbers."""
     if documents is None:
         return None
@@ -116,6 +116,10 @@ def check_documents(documents: Tensor | None, batch: int, keys: int) -> Tensor |
         raise MaskError(f"documents must be a tensor of whole numbers, one id a token, not {_kind(documents)}")
     if documents.shape != (batch, keys):
         raise MaskError(f"documents must be [batch, keys] = [{batch}, {keys}], not {list(documents.shape)}")
+    if queries > keys:
+        raise MaskError(
+            f"documents say where each query belongs, and {queries} queries have only {keys} of them: use a mask"
+        )
     return documents
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo import CacheError, InputError, NotSupportedError, OptionError
+from attnzoo import CacheError, InputError, MaskError, NotSupportedError, OptionError
 from attnzoo.positions import count_visible, rotate
 
 
@@ -128,7 +128,7 @@ def test_a_cache_of_another_attention_or_batch_or_dtype_is_refused_and_left_alon
         assert cache.length == 3
     half = attention.bfloat16()
     small = half.new_cache(batch_size=2, max_length=4)
-    with pytest.raises(CacheError, match="bfloat16.*float64"):
+    with pytest.raises(CacheError, match=r"bfloat16.*float64"):
         half.double()(tokens(2), cache=small)
 
 
@@ -233,3 +233,29 @@ def test_a_seed_beyond_its_range_and_a_class_called_directly_are_checked_alike()
         attnzoo.find("vanilla")(24, 6, positions="sideways")
     with pytest.raises(OptionError, match="bias must be"):
         attnzoo.find("vanilla")(24, 6, bias=0)
+
+
+@pytest.mark.parametrize("options", [{"num_kv_heads": 2}, {"name": "sparse", "pattern": "Full()", "block": 4}])
+def test_context_may_be_shorter_than_the_queries(options):
+    attention, x, context = module(**options), tokens(13), tokens(11)
+    mask = torch.rand(2, 6, 13, 11) > 0.3
+    weights = attention.weights(x, context, mask=mask)
+    assert weights.shape == (2, 6, 13, 11)
+    assert not weights[~mask].any()
+    v = attention.projection.split(attention.v_proj(context)).repeat_interleave(6 // attention.num_kv_heads, dim=1)
+    wanted = attention.out_proj((weights @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, context, mask=mask), wanted)
+    with pytest.raises(MaskError, match="13 queries have only 11"):
+        attention(x, context, documents=torch.zeros(2, 11, dtype=torch.long))
+
+
+def test_on_the_meta_device_shapes_come_out():
+    for name in ("vanilla", "gqa"):
+        assert module(name).to("meta")(tokens().to("meta")).shape == (2, 7, 24)
+
+
+def test_what_is_no_cache_and_no_length_is_named():
+    with pytest.raises(CacheError, match="new_cache"):
+        module(causal=True)(tokens(), cache={})
+    with pytest.raises(OptionError, match="query_length"):
+        module().visible(-1)

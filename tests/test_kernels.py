@@ -202,3 +202,10 @@ def test_attend_refuses_documents_where_places_matter():
     q, k, v = inputs(5, 5)
     with pytest.raises(NotSupportedError, match="places of the whole sequence"):
         attend(q, k, v, Global(1), documents=torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_blocks_says_that_it_has_no_second_derivative():
+    q, k, v = inputs(5, 5)
+    grad = torch.autograd.grad(blocks(q, k, v, scope_of(Local(1), 5, 5)).square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

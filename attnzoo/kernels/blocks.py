@@ -97,6 +97,7 @@ class _Blocks(torch.autograd.Function):
         return out.heads(q.shape[2])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cut, grad = ctx.saved_tensors, _cut(grad, ctx.tile)
         wide = torch.promote_types(grad.dtype, torch.float32)
