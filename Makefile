@@ -1,0 +1,37 @@
+# make train: a BigBird learns on real text. make test: every test. Each makes .venv where it is missing.
+
+BIN := .venv/bin
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test lint wheel docs
+
+train: .venv/installed
+	$(BIN)/attnzoo train recipes/bigbird.yaml
+
+test: .venv/installed
+	$(BIN)/pytest -m ""
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: .venv/installed
+	$(BIN)/python docs/write.py
+
+wheel: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	set -e; fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(BIN)/python -m venv "$$fresh"; \
+	"$$fresh/bin/pip" install --quiet -c constraints.txt dist/*.whl; \
+	cd "$$fresh"; bin/attnzoo check gqa; bin/attnzoo recipes
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "attnzoo needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
