@@ -1,0 +1,117 @@
+"""The contract that every variant keeps, for ours and for yours."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from attnzoo.attention import Attention
+from attnzoo.errors import OptionError
+from attnzoo.options import nearest
+from attnzoo.registry import find
+from attnzoo.testing.checks import CHECKS, PROMISES, Check
+from attnzoo.testing.maker import Maker, makers
+from attnzoo.testing.probes import NotApplicable
+from attnzoo.testing.report import Outcome, Report
+
+__all__ = ["CHECKS", "PROMISES", "Maker", "NotApplicable", "Outcome", "Report", "check_variant", "parametrize", "run_checks"]
+
+Factory = Callable[..., Attention]
+
+
+def check_variant(variant: str | Factory, expected_failures: Mapping[str, str] | None = None, **options: Any) -> Report:
+    """Runs the whole contract over a variant, in every causal setting it declares.
+
+    Args:
+        variant: a registered name, a class, or a function that returns an Attention.
+        expected_failures: names of checks that are known to fail, each with the reason; one that fails nowhere is a failure itself.
+        options: run with these instead of each of the variant's `examples`.
+    Raises:
+        AssertionError: a promise is broken; the message is the report.
+        UnknownVariantError: no variant has the name.
+        OptionError: the variant can't be built with an example, or an expected failure is no check.
+    """
+    report = run_checks(variant, expected_failures, **options)
+    if not report.passed:
+        raise AssertionError(str(report))
+    return report
+
+
+def run_checks(variant: str | Factory, expected_failures: Mapping[str, str] | None = None, **options: Any) -> Report:
+    """The same, and a broken promise is an outcome in the report, not an error."""
+    excuses = _known(expected_failures)
+    outcomes = [
+        _outcome(promise, check, make, excuses.get(check.__name__, ""))
+        for promise, check, make in _cases(variant, options)
+    ]
+    return Report(variant if isinstance(variant, str) else variant.__qualname__, tuple(outcomes), excuses)
+
+
+def parametrize(variant: str | Factory, expected_failures: Mapping[str, str] | None = None, **options: Any) -> Any:
+    """Decorates a test function with an argument `check`, so that pytest runs it for each check in each setting.
+
+    ```python
+    @attnzoo.testing.parametrize("mine")
+    def test_contract(check):
+        check()
+    ```
+
+    Where a failure is expected, the case is a strict xfail.
+    """
+    import pytest
+
+    excuses = _known(expected_failures)
+
+    def case(check: Check, make: Maker) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                _run(check, make)
+            except NotApplicable as reason:
+                pytest.skip(str(reason))
+
+        return run
+
+    name = variant if isinstance(variant, str) else variant.__name__
+    cases = []
+    for _, check, make in _cases(variant, options):
+        reason = excuses.get(check.__name__)
+        marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
+        cases.append(pytest.param(case(check, make), id=f"{name}-{check.__name__}-{make}", marks=marks))
+    return pytest.mark.parametrize("check", cases)
+
+
+def _cases(variant: str | Factory, options: Mapping[str, Any]) -> Iterator[tuple[str, Check, Maker]]:
+    factory = find(variant) if isinstance(variant, str) else variant
+    examples = [options] if options else getattr(factory, "examples", None) or [{}]
+    for example in examples:
+        for make in makers(factory, example):
+            for promise, checks in PROMISES.items():
+                for check in checks:
+                    yield promise, check, make
+
+
+def _outcome(promise: str, check: Check, make: Maker, excuse: str) -> Outcome:
+    try:
+        _run(check, make)
+    except NotApplicable as reason:
+        return Outcome(promise, check.__name__, str(make), "not applicable", str(reason))
+    except AssertionError as error:
+        return Outcome(promise, check.__name__, str(make), "failed", str(error), excuse)
+    except Exception as error:
+        return Outcome(promise, check.__name__, str(make), "failed", f"{type(error).__name__}: {error}", excuse)
+    return Outcome(promise, check.__name__, str(make), "held")
+
+
+def _run(check: Check, make: Maker) -> None:
+    """Runs a check with a random state of its own, so that it is the same every time and changes nothing outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        check(make)
+
+
+def _known(expected_failures: Mapping[str, str] | None) -> dict[str, str]:
+    for name in expected_failures or {}:
+        if name not in CHECKS:
+            near = nearest(name, CHECKS)
+            raise OptionError(f"no check is named {name!r}" + (f"; did you mean {near!r}?" if near else ""))
+    return dict(expected_failures or {})

@@ -1,0 +1,263 @@
+"""Decoding with a cache: promise 9."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.attention import Attention
+from attnzoo.cache import Cache
+from attnzoo.errors import AttnzooError, CacheError, MaskError, NotSupportedError
+from attnzoo.testing.maker import Maker
+from attnzoo.testing.probes import (
+    BATCH,
+    LENGTH,
+    POSITIONS,
+    NotApplicable,
+    agree,
+    documents_of,
+    gradients,
+    mask_combinations,
+    named,
+    need,
+    refuses,
+    same,
+    some,
+    tokens,
+)
+
+SPLITS = ((LENGTH,), (1,) * LENGTH, (LENGTH - 1, 1), (1, LENGTH - 1), (3, 2, 1, 5), (0, 4, 0, 0, 7, 0))
+
+
+def decode(
+    attn: Attention, x: Tensor, pieces: Sequence[int], cache: Cache | None = None, **masks: Tensor
+) -> Tensor:
+    """The outputs of a sequence read in pieces from where the cache stands, each with its part of the masks."""
+    cache = attn.new_cache(x.shape[0], x.shape[1]) if cache is None else cache
+    outputs = []
+    for start, stop in itertools.pairwise(itertools.accumulate(pieces, initial=cache.length)):
+        given = {name: _part(name, mask, start, stop) for name, mask in masks.items()}
+        outputs.append(attn(x[:, start:stop], cache=cache, **given))
+        assert cache.length == stop, f"after {stop} tokens the cache's length is {cache.length}"
+    return torch.cat(outputs, dim=1)
+
+
+def _part(name: str, mask: Tensor, start: int, stop: int) -> Tensor:
+    if name != "mask":
+        return mask[:, :stop]
+    rows = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
+    return rows if mask.shape[-1] == 1 else rows[..., :stop]
+
+
+def _causal(make: Maker, **options: Any) -> Attention:
+    attn = make(**options)
+    need(attn, "cache")
+    return attn
+
+
+def check_cached_equals_full(make: Maker) -> None:
+    """Decoding gives what the full pass gives, however the sequence is cut: whole, token by token, with empty pieces."""
+    for positions in POSITIONS:
+        attn = _causal(make, positions=positions)
+        x = tokens(attn)
+        right = attn(x)
+        for pieces in SPLITS:
+            agree(decode(attn, x, pieces), right, f"positions={positions!r}, read in pieces of {pieces}, against at once")
+            with torch.inference_mode():
+                y = decode(attn, x, pieces)
+            agree(y, right, f"positions={positions!r}, read in pieces of {pieces} in inference mode, against at once")
+
+
+def check_cached_with_masks(make: Maker) -> None:
+    """Decoding heeds key_mask [b, length + q], mask ending in length + q, and documents, in every combination."""
+    for positions in POSITIONS:
+        attn = _causal(make, positions=positions)
+        x = tokens(attn)
+        for given in mask_combinations(attn):
+            right = attn(x, **given)
+            for pieces in SPLITS[1::3]:
+                what = f"positions={positions!r}, {named(given)}, read in pieces of {pieces}, against at once"
+                agree(decode(attn, x, pieces, **given), right, what)
+
+
+def check_cached_masks_may_change(make: Maker) -> None:
+    """A later call may hide what an earlier one saw."""
+    attn = _causal(make)
+    x, cache = tokens(attn), attn.new_cache(BATCH, LENGTH)
+    for start, stop in itertools.pairwise((0, 3, 4, 9, LENGTH)):
+        key_mask = some(BATCH, stop, seed=stop)
+        key_mask[:, start:] = True
+        y = attn(x[:, start:stop], cache=cache, key_mask=key_mask)
+        right = attn(x[:, :stop], key_mask=key_mask)[:, start:]
+        agree(y, right, f"tokens {start} to {stop}, with a key_mask of their own, against the full pass with it")
+
+
+def check_hidden_tokens_stay_hidden(make: Maker) -> None:
+    """A token that was hidden when it was appended stays hidden, whatever later key_masks say."""
+    for positions in POSITIONS:
+        attn = _causal(make, positions=positions)
+        x, key_mask = tokens(attn), some(BATCH, LENGTH, seed=2)
+        key_mask[:, 5:] = True
+        right = attn(x, key_mask=key_mask)
+        for later in ("left out", "all True"):
+            cache = attn.new_cache(BATCH, LENGTH)
+            first = attn(x[:, :5].masked_fill(~key_mask[:, :5, None], torch.nan), cache=cache, key_mask=key_mask[:, :5])
+            rest = [
+                attn(x[:, 5:8], cache=cache, **({} if later == "left out" else {"key_mask": torch.ones(BATCH, 8).bool()})),
+                attn(x[:, 8:], cache=cache, **({} if later == "left out" else {"key_mask": torch.ones(BATCH, LENGTH).bool()})),
+            ]
+            what = f"positions={positions!r}, tokens hidden in the prompt and later key_masks {later}"
+            agree(torch.cat([first, *rest], dim=1), right, what)
+
+
+def check_padded_prompts_decode_as_alone(make: Maker) -> None:
+    """Prompts padded on the left to one length decode as each does alone; rotary positions count visible tokens."""
+    for positions in POSITIONS:
+        attn = _causal(make, positions=positions)
+        need(attn, "left_padding")
+        x, padding = tokens(attn), (0, 3, 5)
+        key_mask = torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
+        y = decode(attn, x, (7, 1, 2, 1), key_mask=key_mask)
+        for row, start in enumerate(padding):
+            alone = attn(x[row : row + 1, start:])
+            what = f"positions={positions!r}, a prompt with {start} tokens of padding on the left, against it alone"
+            agree(y[row : row + 1, start:], alone, what)
+
+
+def check_refused_calls_change_no_cache(make: Maker) -> None:
+    """`max_length` bounds a cache, and a call that is refused leaves the cache as it was."""
+    attn = _causal(make)
+    x, maximum = tokens(attn), LENGTH - 1
+    right = attn(x)
+    cache = attn.new_cache(BATCH, maximum)
+    assert cache.max_length == maximum, f"new_cache({BATCH}, {maximum}) has max_length {cache.max_length}"
+    for start, stop in itertools.pairwise((0, 4, 5, maximum)):
+        piece, length = x[:, start:stop], stop - start
+        other, ones = torch.full_like(piece, 1e6), torch.ones
+        refuses(CacheError, f"{LENGTH - start} tokens onto {start} of {maximum}", attn, x[:, start:] + 1, cache=cache)
+        refuses(CacheError, "another batch size", attn, other[:1], cache=cache)
+        refuses(MaskError, "a float mask", attn, other, cache=cache, mask=ones(length, stop))
+        refuses(MaskError, "a mask one too long", attn, other, cache=cache, mask=ones(length, stop + 1).bool())
+        refuses(MaskError, "a key_mask one too long", attn, other, cache=cache, key_mask=ones(BATCH, stop + 1).bool())
+        if start:
+            what = "a key_mask of the new tokens only"
+            refuses(MaskError, what, attn, other, cache=cache, key_mask=ones(BATCH, length).bool(), naming=(stop,))
+        refuses(NotSupportedError, "a cache and context", attn, other, x, cache=cache)
+        refuses(NotSupportedError, "a cache and values", attn, other, values=other, cache=cache)
+        if "documents" not in attn.supports:
+            refuses(NotSupportedError, "documents", attn, other, cache=cache, documents=documents_of(BATCH, stop))
+        assert cache.length == start, f"refused calls moved the cache's length from {start} to {cache.length}"
+        agree(attn(piece, cache=cache), right[:, start:stop], f"tokens {start} to {stop} after calls that were refused")
+
+
+def check_crop_and_reset(make: Maker) -> None:
+    """`crop` and `reset` take tokens back: what follows is as if they had never been read."""
+    for positions in POSITIONS:
+        attn = _causal(make, positions=positions)
+        x, other = tokens(attn), tokens(attn, seed=6)
+        key_mask = some(BATCH, LENGTH, seed=2)
+        for kept in (7, 4, 0):
+            cache = attn.new_cache(BATCH, LENGTH, rewind=6)
+            decode(attn, other, (5, 5), cache, key_mask=key_mask)
+            refuses(CacheError, "crop(11) of 10 tokens", cache.crop, 11)
+            refuses(CacheError, "crop(-1)", cache.crop, -1)
+            assert cache.length == 10, f"after 10 tokens and crops that were refused length is {cache.length}"
+            cache.crop(kept)
+            assert cache.length == kept, f"after crop({kept}) length is {cache.length}"
+            mended = torch.cat([other[:, :kept], x[:, kept:]], dim=1)
+            seen = key_mask.clone()
+            seen[:, kept:] = True
+            y = decode(attn, mended, (1, LENGTH - kept - 1), cache)
+            agree(y, attn(mended, key_mask=seen)[:, kept:], f"positions={positions!r}, after crop({kept})")
+        cache.reset()
+        assert cache.length == 0, f"after reset() length is {cache.length}"
+        agree(decode(attn, x, (6, 5), cache), attn(x), f"positions={positions!r}, after reset()")
+
+
+def check_reorder(make: Maker) -> None:
+    """`reorder` puts the sequences of a cache in another order, hidden tokens included; `nbytes` is its size."""
+    attn = _causal(make)
+    x, key_mask, index = tokens(attn), some(BATCH, LENGTH, seed=2), torch.tensor([2, 0, 0])
+    key_mask[:, 5:] = True
+    cache = attn.new_cache(BATCH, LENGTH)
+    decode(attn, x[:, :5], (5,), cache, key_mask=key_mask[:, :5])
+    bytes_before = cache.nbytes
+    cache.reorder(index)
+    assert isinstance(cache.nbytes, int) and cache.nbytes == bytes_before > 0, f"nbytes is {cache.nbytes} after {bytes_before}"
+    y = decode(attn, x[index], (1, 5), cache)
+    agree(y, attn(x, key_mask=key_mask)[index, 5:], f"after reorder({index.tolist()})")
+    for wrong in (torch.tensor([0, 1, BATCH]), torch.tensor([-1, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
+        refuses(AttnzooError, f"reorder({wrong.tolist()})", cache.reorder, wrong)
+
+
+def check_cached_keys_are_detached(make: Maker) -> None:
+    """A call's gradient reaches its own tokens, and none that were read before."""
+    for training in (False, True):
+        attn = _causal(make, training=training)
+        pieces = [piece.clone().requires_grad_() for piece in tokens(attn).split((4, 1, 6), dim=1)]
+        cache = attn.new_cache(BATCH, LENGTH)
+        outputs = [attn(piece, cache=cache) for piece in pieces]
+        for number, output in reversed(list(enumerate(outputs))):
+            found = gradients(attn, output, **{str(other): piece for other, piece in enumerate(pieces)})
+            for other in range(len(pieces)):
+                gradient = found[str(other)]
+                reached = gradient is not None and bool(gradient.any())
+                assert reached == (other == number), (
+                    f"the gradient of piece {number} {'reaches' if reached else 'does not reach'} piece {other}"
+                )
+
+
+def check_queries_train_over_frozen_keys(make: Maker) -> None:
+    """Decoding can train what makes queries while what makes keys and values is frozen."""
+    attn = _causal(make)
+    frozen = [layer for name, layer in attn.named_children() if name in ("k_proj", "v_proj")]
+    if not frozen:
+        raise NotApplicable("its keys have no layer of their own")
+    for layer in frozen:
+        layer.requires_grad_(False)
+    x = tokens(attn)
+    trained = [parameter for parameter in attn.parameters() if parameter.requires_grad]
+    names = [name for name, parameter in attn.named_parameters() if parameter.requires_grad]
+    got, right = (torch.autograd.grad(y.square().sum(), trained) for y in (decode(attn, x, (4, 1, 6)), attn(x)))
+    for name, one, other in zip(names, got, right, strict=True):
+        agree(one, other, f"decoding with frozen keys, against at once: gradient of {name}")
+
+
+def check_empty_cache_is_used(make: Maker) -> None:
+    """An empty cache is not "no cache": the caller's own is filled."""
+    attn = _causal(make)
+    x, cache = tokens(attn), attn.new_cache(BATCH, LENGTH)
+    agree(attn(x[:, :0], cache=cache), x[:, :0], "no tokens with an empty cache")
+    attn(x[:, :4], cache=cache)
+    assert cache.length == 4, f"an empty cache given to a call with 4 tokens has length {cache.length} afterwards"
+    agree(attn(x[:, 4:], cache=cache), attn(x)[:, 4:], "the call after that")
+
+
+def check_caches_do_not_mix(make: Maker) -> None:
+    """Two conversations with one module share nothing."""
+    attn = _causal(make)
+    talks = [(tokens(attn, seed=seed), attn.new_cache(BATCH, LENGTH)) for seed in (1, 6)]
+    outputs: list[list[Tensor]] = [[], []]
+    for start, stop in itertools.pairwise((0, 4, 5, LENGTH)):
+        for (x, cache), found in zip(talks, outputs, strict=True):
+            found.append(attn(x[:, start:stop], cache=cache))
+            attn(x)
+    for (x, _), found in zip(talks, outputs, strict=True):
+        agree(torch.cat(found, dim=1), attn(x), "two caches in turn on one module, each against the full pass")
+
+
+def check_cached_in_any_dtype(make: Maker) -> None:
+    """A cache holds half precision and works under autocast."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.04), (torch.float16, 0.005)):
+        attn = _causal(make, dtype=dtype, positions="rotary")
+        x, key_mask = tokens(attn), some(BATCH, LENGTH, seed=2)
+        y = decode(attn, x, (4, 1, 6), key_mask=key_mask)
+        assert y.dtype == dtype, f"decoding {dtype} gives {y.dtype}"
+        agree(y, attn(x, key_mask=key_mask), f"decoding in {dtype}, against at once", tolerance)
+    attn = _causal(make, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, right = decode(attn, tokens(attn), (4, 1, 6)), attn(tokens(attn))
+    agree(y, right, "decoding under bfloat16 autocast, against at once", 0.04)
+    same(decode(attn, tokens(attn), (LENGTH,)), decode(attn, tokens(attn), (LENGTH,)), "decoding twice")

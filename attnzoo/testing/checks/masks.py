@@ -1,0 +1,255 @@
+"""What a query may look at: promises 1 to 4."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.attention import Attention
+from attnzoo.errors import MaskError
+from attnzoo.testing.maker import Maker
+from attnzoo.testing.probes import (
+    BATCH,
+    DTYPES,
+    LENGTH,
+    agree,
+    compare,
+    documents_of,
+    finite,
+    gradients,
+    mask_combinations,
+    named,
+    refuses,
+    same,
+    seeded,
+    some,
+    tokens,
+)
+from attnzoo.testing.reference import is_plain, may_look, plain, rounded_definition
+
+LOOSE = 0.05  # for bfloat16; a mask that is not heeded is further off
+
+
+def check_true_means_may_look(make: Maker) -> None:
+    """True in a mask means that a query may look, or that a token is real; False hides."""
+    attn = make()
+    x = tokens(attn)
+    key_mask, mask = torch.ones(BATCH, LENGTH, dtype=torch.bool), torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    agree(attn(x, key_mask=key_mask, mask=mask), attn(x), "masks that are all True, against no mask")
+    for name, given in (("key_mask", some(BATCH, LENGTH, seed=2)), ("mask", some(LENGTH, LENGTH, seed=3))):
+        y = attn(x, **{name: given})
+        compare(attn, f"with a {name}", x, **{name: given})
+        assert not torch.allclose(y, attn(x)), f"a {name} that is False in {int((~given).sum())} places changed nothing"
+
+
+def check_whole_numbers_are_masks(make: Maker) -> None:
+    """Masks of whole numbers, as tokenizers give them, mean the same as bool ones; non-zero is True."""
+    attn = make()
+    x, key_mask, mask = tokens(attn), some(BATCH, LENGTH, seed=2), some(LENGTH, LENGTH, seed=3)
+    right = attn(x, key_mask=key_mask, mask=mask)
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        for one in (1, 2, 127):
+            y = attn(x, key_mask=key_mask.to(dtype) * one, mask=mask.to(dtype) * one)
+            same(y, right, f"{dtype} masks of 0 and {one}, against bool ones")
+
+
+def check_float_masks_are_refused(make: Maker) -> None:
+    """A float mask is a MaskError, whichever float type and numbers it has."""
+    attn = make()
+    x, key_mask, mask = tokens(attn), some(BATCH, LENGTH, seed=2), some(LENGTH, LENGTH, seed=3)
+    for dtype in DTYPES:
+        for name, given in (("key_mask", key_mask), ("mask", mask), ("mask", mask[None, None])):
+            added = torch.zeros(given.shape, dtype=dtype).masked_fill(~given, -torch.inf)
+            for kind, floats in (("0 and 1", given.to(dtype)), ("0 and -inf", added)):
+                refuses(MaskError, f"a {name} of {kind} in {dtype}", attn, x, **{name: floats}, naming=(name,))
+
+
+def check_other_mask_shapes_are_refused(make: Maker) -> None:
+    """Masks of any other shape are a MaskError that names the right one."""
+    attn = make()
+    x = tokens(attn)
+    _refuse_other_masks(attn, BATCH, LENGTH)
+    shapes = ((LENGTH,), (BATCH, 1), (1, LENGTH), (BATCH, LENGTH + 1), (BATCH, 1, 1, LENGTH), (LENGTH, BATCH), ())
+    for shape in shapes:
+        ones = torch.ones(shape, dtype=torch.int64)
+        refuses(MaskError, f"a key_mask {list(shape)}", attn, x, key_mask=ones, naming=(BATCH, LENGTH))
+        if "documents" in attn.supports:
+            refuses(MaskError, f"documents {list(shape)}", attn, x, documents=ones, naming=(BATCH, LENGTH))
+
+
+def check_equal_sizes_change_no_meaning(make: Maker) -> None:
+    """A mask means what its argument says, also where batch, length and heads happen to be equal."""
+    attn = make()
+    size = attn.num_heads
+    x, mask, key_mask = tokens(attn, size, batch=size), some(size, size, seed=3), some(size, size, seed=2)
+    compare(attn, f"b = h = q = {size}, with a mask", x, mask=mask)
+    compare(attn, f"b = h = q = {size}, with a key_mask", x, key_mask=key_mask)
+    masked, padded = attn(x, mask=mask), attn(x, key_mask=key_mask)
+    for row in range(size):
+        one = slice(row, row + 1)
+        agree(masked[one], attn(x[one], mask=mask), f"b = h = q = {size}, with a mask, sequence {row} against itself alone")
+        alone = attn(x[one], key_mask=key_mask[one])
+        agree(padded[one], alone, f"b = h = q = {size}, with a key_mask, sequence {row} against itself alone")
+    _refuse_other_masks(attn, size, size)
+    _refuse_other_masks(attn, LENGTH, LENGTH)
+    _refuse_other_masks(attn, size, LENGTH)
+
+
+def _refuse_other_masks(attn: Attention, batch: int, length: int) -> None:
+    x, heads = tokens(attn, length, batch), attn.num_heads
+    shapes = [(length,), (1, length), (length, 1), (length, length + 1), (1, length, length), (batch, length, length)]
+    shapes += [(heads, length, length), (batch + 1, 1, length, length), (1, heads + 1, 1, 1), (1, 1, 1, length, length), ()]
+    shapes += [(batch, length)] if batch != length else []
+    for shape in shapes:
+        what = f"b = {batch}, q = {length}: a mask {list(shape)}"
+        refuses(MaskError, what, attn, x, mask=torch.ones(shape, dtype=torch.bool), naming=(length, batch, heads))
+
+
+def check_masks_combine(make: Maker) -> None:
+    """A query may look at what pattern and key_mask and mask and documents all allow."""
+    attn = make()
+    for given in mask_combinations(attn):
+        compare(attn, named(given), tokens(attn), **given)
+
+
+def check_masks_broadcast(make: Maker) -> None:
+    """A 4-D mask may have 1 in place of batch, heads, queries or keys."""
+    attn = make()
+    x, full = tokens(attn), (BATCH, attn.num_heads, LENGTH, LENGTH)
+    for axes in range(16):
+        shape = [size if axes >> axis & 1 else 1 for axis, size in enumerate(full)]
+        mask = some(*shape, seed=5)
+        compare(attn, f"with a mask {shape}", x, mask=mask)
+        agree(attn(x, mask=mask), attn(x, mask=mask.expand(full)), f"a mask {shape}, against the same expanded")
+
+
+def check_masks_hold_under_dropout(make: Maker) -> None:
+    """Dropout and training change nothing about who may look at whom."""
+    attn = make(dropout=1e-12, training=True)  # so little that no weight is dropped
+    for given in mask_combinations(attn):
+        compare(attn, f"in training with dropout, {named(given)}", tokens(attn), **given)
+
+
+def check_masks_hold_when_checkpointed(make: Maker) -> None:
+    """Gradient checkpointing changes nothing about who may look at whom."""
+    attn = make(training=True)
+
+    def checkpointed(x: Tensor, **masks: Tensor) -> Tensor:
+        return checkpoint(attn, x, use_reentrant=False, **masks)
+
+    for given in mask_combinations(attn):
+        compare(attn, f"checkpointed, {named(given)}", tokens(attn).requires_grad_(), call=checkpointed, **given)
+
+
+def check_masks_hold_under_autocast(make: Maker) -> None:
+    """Autocast changes nothing about who may look at whom."""
+    attn = make(dtype=torch.float32)
+    exact, x = make(), tokens(attn) * 2
+    exact.load_state_dict(attn.state_dict())
+    for given in mask_combinations(attn):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attn(x, **given)
+            rounded = rounded_definition(attn)(x, **given)
+        right = plain(exact, x.double(), **given) if is_plain(attn) else rounded
+        agree(y, right, f"under bfloat16 autocast, {named(given)}", LOOSE)
+
+
+def check_sequences_are_alone(make: Maker) -> None:
+    """A sequence of a batch gives what it gives alone, whatever its masks."""
+    attn = make()
+    x = tokens(attn)
+    for given in mask_combinations(attn):
+        y = attn(x, **given)
+        for row in range(BATCH):
+            one = slice(row, row + 1)
+            alone = {name: mask[one] if mask.shape[0] == BATCH else mask for name, mask in given.items()}
+            agree(attn(x[one], **alone), y[one], f"sequence {row} alone, {named(given)}")
+
+
+def check_gradients_go_where_queries_look(make: Maker) -> None:
+    """An output depends on the tokens that its query may look at, and on no other."""
+    for training in (False, True):
+        attn = make(dropout=0.3 if training else 0.0, training=training)
+        if attn.redraws:
+            continue  # nobody can know what it shows
+        given = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(BATCH, attn.num_heads, LENGTH, LENGTH, seed=4)}
+        if "documents" in attn.supports:
+            given["documents"] = documents_of(BATCH, LENGTH)
+        x = tokens(attn).requires_grad_()
+        y = attn(x, **given)
+        seen = may_look(attn, BATCH, LENGTH, LENGTH, **given).any(1)  # [b q k]
+        itself = torch.eye(LENGTH, dtype=torch.bool) & seen.any(-1, keepdim=True) & given["key_mask"][:, None]
+        felt = torch.empty_like(seen)
+        for query in range(LENGTH):
+            (gradient,) = torch.autograd.grad(y[:, query].square().sum(), x, retain_graph=True)
+            felt[:, query] = (gradient != 0).any(-1)
+        mode = "in training" if training else "in eval"
+        _none(felt & ~(seen | itself), f"{mode}, sequence {{}}: query {{}} depends on token {{}}, which it may not look at")
+        if is_plain(attn) and not training:
+            _none(seen & ~felt, f"{mode}, sequence {{}}: query {{}} ignores token {{}}, which it may look at")
+
+
+def _none(wrong: Tensor, what: str) -> None:
+    if wrong.any():
+        raise AssertionError(what.format(*wrong.nonzero()[0].tolist()) + f" ({int(wrong.sum())} such pairs)")
+
+
+def check_queries_that_see_nothing_get_zero(make: Maker) -> None:
+    """A query that may look at nothing gets zero from the attention, before the output projection, in every dtype and mode."""
+    for dtype in DTYPES:
+        for training in (False, True):
+            attn = make(dtype=dtype, training=training, dropout=0.2)
+            x = tokens(attn)
+            zero = attn.out_proj(torch.zeros_like(x))
+            for name, given, empty in _leaving_nothing(attn):
+                what = f"{dtype}, {'training' if training else 'eval'}, {name}"
+                y = attn(x, **given)
+                same(y[empty], zero[empty], f"{what}: queries that see nothing")
+                finite(y, what)
+
+
+def check_queries_that_see_nothing_give_no_gradient(make: Maker) -> None:
+    """A query that may look at nothing gives zero gradients, never NaN, in every dtype and mode."""
+    for dtype in DTYPES:
+        for training in (False, True):
+            attn = make(dtype=dtype, training=training, dropout=0.2)
+            x = tokens(attn).requires_grad_()
+            for name, given, empty in _leaving_nothing(attn):
+                what = f"{dtype}, {'training' if training else 'eval'}, {name}"
+                y = attn(x, **given)
+                for key, gradient in gradients(attn, y.masked_fill(~empty[:, :, None], 0), x=x).items():
+                    if key != "out_proj.bias" and gradient is not None:
+                        same(gradient, torch.zeros_like(gradient), f"{what}: gradient of {key} from queries that see nothing")
+                for key, gradient in gradients(attn, attn(x, **given), x=x).items():
+                    finite(gradient, f"{what}: gradient of {key}")
+
+
+def check_queries_that_see_nothing_harm_no_other(make: Maker) -> None:
+    """A sequence that is hidden whole changes no output and no gradient of the others."""
+    attn = make(training=True)
+    x, others = tokens(attn).requires_grad_(), [0, 2]
+    key_mask = some(BATCH, LENGTH, seed=2)
+    key_mask[1] = False
+    y = seeded(attn, attn, x, key_mask=key_mask)
+    alone = seeded(attn, attn, x[others], key_mask=key_mask[others])
+    agree(y[others], alone, "beside a sequence that is hidden whole")
+    got, right = gradients(attn, y[others], x=x), gradients(attn, alone, x=x)
+    for name, gradient in right.items():
+        agree(got[name], gradient, f"beside a sequence that is hidden whole: gradient of {name}")
+
+
+def _leaving_nothing(attn: Attention) -> list[tuple[str, dict[str, Tensor], Tensor]]:
+    """Ways to leave queries with nothing to look at: what it is, the masks, and which queries [b, q] that are."""
+    mask, key_mask = some(LENGTH, LENGTH, seed=3), some(BATCH, LENGTH, seed=2)
+    mask[[2, 6]] = False
+    key_mask[1] = False
+    rows, sequence = torch.zeros(BATCH, LENGTH, dtype=torch.bool), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    rows[:, [2, 6]] = True
+    sequence[1] = True
+    ways = [("two rows of the mask False", {"mask": mask}, rows), ("a sequence hidden whole", {"key_mask": key_mask}, sequence)]
+    if not attn.redraws:
+        hole = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+        hole[:, [0, 1, -1]] = True
+        ways.append(("a mask of all that the pattern hides", {"mask": ~attn.visible(LENGTH)[None]}, torch.ones_like(rows)))
+        unseen = ~may_look(attn, BATCH, LENGTH, LENGTH, hole).any((1, 3))
+        ways.append(("all but three tokens hidden", {"key_mask": hole}, unseen))
+    return ways

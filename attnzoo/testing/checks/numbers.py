@@ -1,0 +1,145 @@
+"""That the numbers are right and nothing leaks: promises 7 and 8."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnzoo.attention import Attention
+from attnzoo.testing.maker import Maker
+from attnzoo.testing.probes import (
+    BATCH,
+    CONTEXT,
+    DTYPES,
+    LENGTH,
+    POSITIONS,
+    NotApplicable,
+    agree,
+    compare,
+    compare_gradients,
+    documents_of,
+    gradients,
+    need,
+    noise,
+    same,
+    seeded,
+    some,
+    tokens,
+)
+from attnzoo.testing.reference import is_plain, plain_weights
+
+LATER = 6  # the first token that is changed
+
+
+def check_output_is_what_the_pattern_says(make: Maker) -> None:
+    """The output equals dense float64 attention over the visible keys, in eval and in training."""
+    for positions in POSITIONS:
+        for training in (False, True):
+            attn = make(positions=positions, training=training)
+            compare(attn, f"positions={positions!r}, {'training' if training else 'eval'}", tokens(attn))
+
+
+def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
+    """The gradients of inputs and parameters equal those of dense float64 attention over the visible keys."""
+    for positions in POSITIONS:
+        for given in ({}, {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}):
+            attn = make(positions=positions, training=True)
+            what = f"positions={positions!r}, with {' and '.join(given) or 'no masks'}"
+            compare_gradients(attn, what, {"x": tokens(attn)}, **given)
+
+
+def check_positions_are_right_with_masks(make: Maker) -> None:
+    """Rotary and ALiBi positions are right beside padding; rotary ones count visible tokens only."""
+    for positions in ("rotary", "alibi"):
+        attn = make(positions=positions)
+        for share in (0.3, 0.8):
+            compare(attn, f"positions={positions!r}, padded", tokens(attn), key_mask=some(BATCH, LENGTH, seed=2, share=share))
+
+
+def check_cross_attention(make: Maker) -> None:
+    """Keys come from a context and values from it or a third place, of any length; output and gradients are right."""
+    attn = make()
+    need(attn, "cross")
+    sizes = [(LENGTH, CONTEXT), (1, CONTEXT), (LENGTH, LENGTH)]
+    if "causal" not in attn.supports:
+        sizes += [(CONTEXT, LENGTH), (CONTEXT, 1)]
+    for queries, keys in sizes:
+        x, context, values = tokens(attn, queries), tokens(attn, keys, seed=6), tokens(attn, keys, seed=7)
+        key_mask, mask = some(BATCH, keys, seed=2), some(BATCH, attn.num_heads, queries, keys, seed=4)
+        for given in ({}, {"key_mask": key_mask}, {"mask": mask}, {"key_mask": key_mask, "mask": mask[0, 0]}):
+            what = f"{queries} queries over a context of {keys}, with {' and '.join(given) or 'no masks'}"
+            compare(attn, what, x, context, **given)
+            compare(attn, f"{what}, values from elsewhere", x, context, values=values, **given)
+        if "documents" in attn.supports and queries <= keys:
+            compare(attn, f"{queries} queries over a context of {keys}, with documents", x, context, documents=documents_of(BATCH, keys))
+        inputs = {"x": x, "context": context, "values": values}
+        compare_gradients(attn, f"{queries} queries over a context of {keys}", inputs, key_mask=key_mask)
+    compare(attn, "only values from elsewhere", tokens(attn), values=tokens(attn, seed=7))
+
+
+def check_documents_are_alone(make: Maker) -> None:
+    """Packed documents give what each gives alone, positions included."""
+    for positions in POSITIONS:
+        attn = make(positions=positions)
+        need(attn, "documents")
+        x, lengths = tokens(attn), (4, 1, 6)
+        ids = torch.tensor([7, 3, 5]).repeat_interleave(torch.tensor(lengths)).expand(BATCH, -1)
+        alone = torch.cat([attn(part) for part in x.split(lengths, dim=1)], dim=1)
+        agree(attn(x, documents=ids), alone, f"positions={positions!r}: documents of {lengths} tokens packed, against each alone")
+
+
+def check_weights_are_those_of_the_pattern(make: Maker) -> None:
+    """`weights` gives the weight of each key for each query, of all heads and queries or of chosen ones."""
+    for positions in POSITIONS:
+        attn = make(positions=positions, dropout=0.2)
+        if not is_plain(attn):
+            raise NotApplicable("it has a definition of its own")
+        x, given = tokens(attn), {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(BATCH, 1, LENGTH, LENGTH, seed=3)}
+        weights = attn.weights(x, **given)
+        agree(weights, plain_weights(attn, x, **given)[0], f"positions={positions!r}: weights")
+        heads, queries = [4, 0, 3], [9, 2]
+        chosen = attn.weights(x, heads=heads, queries=queries, **given)
+        agree(chosen, weights[:, heads][:, :, queries], f"positions={positions!r}: weights of heads {heads}, queries {queries}")
+    attn = make()
+    for length in (LENGTH - 4, CONTEXT) if "cross" in attn.supports else ():
+        if length <= LENGTH or "causal" not in attn.supports:
+            got, right = attn.weights(tokens(attn, length), x), plain_weights(attn, tokens(attn, length), x)[0]
+            agree(got, right, f"weights of {length} queries over a context of {LENGTH}")
+
+
+def check_later_tokens_change_nothing(make: Maker) -> None:
+    """Under causal, later tokens can hold any finite value and no earlier output changes by a bit."""
+    for attn, how, given in _looking_back(make):
+        dtype = next(attn.parameters()).dtype
+        x, later = tokens(attn), noise(BATCH, LENGTH - LATER, attn.d_model, seed=8)
+        y = seeded(attn, attn, x, **given)
+        for size in (1, 1e4 if dtype == torch.float16 else 1e30):
+            x = x.clone()
+            x[:, LATER:] = later * size
+            changed = seeded(attn, attn, x, **given)
+            same(changed[:, :LATER], y[:, :LATER], f"{dtype}, {how}, tokens from {LATER} on changed to about {size:.0e}")
+
+
+def check_later_tokens_get_no_gradient(make: Maker) -> None:
+    """Under causal, the gradient of later tokens from earlier outputs is exactly zero."""
+    for attn, how, given in _looking_back(make):
+        x = tokens(attn).requires_grad_()
+        for call in (attn, lambda x, **masks: checkpoint(attn, x, use_reentrant=False, **masks)):  # noqa: B023 (used at once)
+            gradient = gradients(attn, seeded(attn, call, x, **given)[:, :LATER], x=x)["x"]
+            assert gradient is not None
+            later = gradient[:, LATER:]
+            same(later, torch.zeros_like(later), f"{how}: gradient of tokens from {LATER} on")
+
+
+def _looking_back(make: Maker) -> Iterator[tuple[Attention, str, dict[str, Tensor]]]:
+    """A causal module in each dtype, with masks, with dropout, with positions."""
+    need(make(), "causal")
+    masks = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}
+    for dtype in DTYPES:
+        yield make(dtype=dtype), "in eval", {}
+    yield make(), "with masks", masks
+    yield make(dropout=0.3, training=True), "in training with dropout", {}
+    yield make(dropout=0.3, training=True), "in training with dropout and masks", masks
+    for positions in ("rotary", "alibi"):
+        yield make(positions=positions), f"with positions={positions!r}", {}

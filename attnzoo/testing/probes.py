@@ -1,0 +1,161 @@
+"""What the checks are made of: inputs with distinct sizes, masks in every combination, and comparisons that explain themselves."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.attention import Attention
+from attnzoo.testing.reference import oracles
+
+BATCH, LENGTH, CONTEXT = 3, 11, 13  # with 24 model features, 6 heads, 2 groups and head_dim 4 all sizes differ
+CLOSE = 1e-9  # float64 results that only took another order of operations
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+POSITIONS = ("none", "rotary", "alibi")
+
+
+class NotApplicable(Exception):  # noqa: N818 (a report, not an error)
+    """Raised by a check that has nothing to say about a variant, with the reason."""
+
+
+def need(attn: Attention, feature: str) -> None:
+    """Ends a check of what the variant declares to do without."""
+    if feature not in attn.supports:
+        raise NotApplicable(f"{feature} is not among what it supports here")
+
+
+def tokens(attn: Attention, length: int = LENGTH, batch: int = BATCH, seed: int = 1) -> Tensor:
+    """Tokens [b, t, e] in the dtype of the module."""
+    return noise(batch, length, attn.d_model, seed=seed).to(next(attn.parameters()).dtype)
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    """Normal noise in float64, without touching the global generator."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def some(*shape: int, seed: int, share: float = 0.6) -> Tensor:
+    """A bool mask that is True at about a share of its places, and at the last of each row."""
+    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    chosen[..., -1] = True
+    return chosen
+
+
+def documents_of(batch: int, keys: int) -> Tensor:
+    """Document ids [b, k]: a few tokens each, other lengths in each sequence, and one document in two pieces."""
+    ids = (torch.arange(keys) + torch.arange(batch)[:, None]) // 3 + 5
+    ids[:, -1] = ids[:, 0]
+    return ids
+
+
+def mask_combinations(attn: Attention, batch: int = BATCH, queries: int = LENGTH, keys: int = LENGTH) -> Iterator[dict[str, Tensor]]:
+    """Every combination of key_mask, mask in both its forms, and documents where supported."""
+    key_masks = [None, some(batch, keys, seed=2)]
+    masks = [None, some(queries, keys, seed=3), some(batch, attn.num_heads, queries, keys, seed=4)]
+    documents = [None, documents_of(batch, keys)] if "documents" in attn.supports else [None]
+    for key_mask, mask, ids in itertools.product(key_masks, masks, documents):
+        given = {"key_mask": key_mask, "mask": mask, "documents": ids}
+        yield {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
+def named(given: dict[str, Tensor]) -> str:
+    """The masks of a call in words."""
+    return "with " + " and ".join(f"{name} {list(mask.shape)}" for name, mask in given.items()) if given else "without masks"
+
+
+def compare(
+    attn: Attention,
+    what: str,
+    *inputs: Tensor,
+    call: Callable[..., Tensor] | None = None,
+    tolerance: float = CLOSE,
+    **masks: Any,
+) -> None:
+    """Compares a call with every oracle; `call` is another way to call `attn`."""
+    got = seeded(attn, call or attn, *inputs, **masks)
+    for name, oracle in oracles(attn):
+        agree(got, seeded(attn, oracle, *inputs, **masks), f"{what}, against {name}", tolerance)
+
+
+def compare_gradients(attn: Attention, what: str, inputs: dict[str, Tensor], **masks: Any) -> None:
+    """Compares the gradients of inputs, named x, context and values, and of parameters with those of every oracle."""
+    inputs = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    sources, given = [inputs[name] for name in ("x", "context") if name in inputs], dict(masks)
+    if "values" in inputs:
+        given["values"] = inputs["values"]
+    got = gradients(attn, seeded(attn, attn, *sources, **given), **inputs)
+    for name, oracle in oracles(attn):
+        right = gradients(attn, seeded(attn, oracle, *sources, **given), **inputs)
+        for key, gradient in right.items():
+            agree(got[key], gradient, f"{what}, against {name}: gradient of {key}")
+
+
+def seeded(attn: Attention, call: Callable[..., Tensor], *inputs: Any, **given: Any) -> Tensor:
+    """The result of a call that in training draws what others draw."""
+    if attn.training:
+        torch.manual_seed(0)
+    return call(*inputs, **given)
+
+
+def agree(got: Tensor | None, right: Tensor | None, what: str, tolerance: float = CLOSE) -> None:
+    """Fails unless two tensors are equal up to a tolerance, and says where they differ most."""
+    if got is None or right is None:
+        assert got is right, f"{what}: there is {_kind(got)}, and {_kind(right)} is right"
+        return
+    assert got.shape == right.shape, f"{what}: the shape is {list(got.shape)}, and {list(right.shape)} is right"
+    if not got.numel():
+        return
+    wide = torch.promote_types(torch.promote_types(got.dtype, right.dtype), torch.float32)
+    got, right = got.detach().to(wide), right.detach().to(wide)
+    off = (got - right).abs().masked_fill(got == right, 0).nan_to_num(math.inf)
+    worst = int(off.argmax())
+    place = [int(index) for index in torch.unravel_index(torch.tensor(worst), off.shape)]
+    assert off.flatten()[worst] <= tolerance, (
+        f"{what}: at {place} there is {got.flatten()[worst]:.6g}, and {right.flatten()[worst]:.6g} is right "
+        f"(off by {off.flatten()[worst]:.2g}, {tolerance:.2g} allowed)"
+    )
+
+
+def same(got: Tensor | None, right: Tensor | None, what: str) -> None:
+    """Fails unless two tensors are equal to the last bit."""
+    agree(got, right, what, tolerance=0)
+
+
+def differ(one: Tensor, other: Tensor, what: str) -> None:
+    """Fails where two tensors are equal and should not be."""
+    assert not torch.equal(one, other), f"{what}: the results are equal, and should differ"
+
+
+def finite(tensor: Tensor | None, what: str) -> None:
+    """Fails unless every number of a tensor is finite."""
+    assert tensor is not None, f"{what}: there is none"
+    assert bool(tensor.isfinite().all()), f"{what}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} numbers are not finite"
+
+
+def refuses(
+    error: type[Exception], what: str, call: Callable[..., Any], *inputs: Any, naming: Sequence[object] = (), **given: Any
+) -> None:
+    """Fails unless a call raises this error, with these words in its message."""
+    try:
+        call(*inputs, **given)
+    except error as raised:
+        missing = [str(word) for word in naming if str(word) not in str(raised)]
+        assert not missing, f"{what}: the {error.__name__} should name {' and '.join(missing)}; it says: {raised}"
+    except Exception as raised:
+        raise AssertionError(f"{what}: {type(raised).__name__} ({raised}), and a {error.__name__} is right") from raised
+    else:
+        raise AssertionError(f"{what}: it was accepted, and a {error.__name__} is right")
+
+
+def gradients(attn: Attention, output: Tensor, **inputs: Tensor) -> dict[str, Tensor | None]:
+    """The gradients of inputs and parameters, by name, of a loss in which every output number has a weight of its own."""
+    wanted = {**inputs, **dict(attn.named_parameters())}
+    loss = (output.double() * noise(*output.shape, seed=9)).sum()
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+
+
+def _kind(value: Tensor | None) -> str:
+    return "none" if value is None else f"a tensor {list(value.shape)}"
