@@ -1,0 +1,77 @@
+"""The command line: `attnzoo VERB`, one file per verb."""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import attnzoo
+from attnzoo.cli import check, list, recipes, show, train, validate
+from attnzoo.errors import AttnzooError
+
+UsageError: Any = typer.BadParameter.__base__  # what typer raises for any wrong use, and does not export
+
+app = typer.Typer(
+    name="attnzoo",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help, in a quarter of the time
+)
+for verb in (train.train, list.list_, show.show, check.check, validate.validate):
+    app.command(name=verb.__name__.rstrip("_"), no_args_is_help=verb is not list.list_)(verb)
+app.add_typer(recipes.app, name="recipes")
+
+
+@app.callback(invoke_without_command=True)
+def attnzoo_(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; goes anywhere.")] = False,
+) -> None:
+    """A zoo of attention variants: list them, check them, train them."""
+    if version:
+        print(attnzoo.__version__)
+
+
+def main() -> None:
+    """The `attnzoo` command."""
+    # Torch's threads spin while they wait, which makes a step a hundred times slower where something else runs too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command and gives its exit status: 0 done, 1 the work failed, 2 wrong input, 130 interrupted."""
+    debug = "--debug" in arguments
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        try:
+            status = app([word for word in arguments if word != "--debug"], prog_name="attnzoo", standalone_mode=False)
+            sys.stdout.flush()
+        except UsageError as error:
+            error.show()
+            return error.exit_code
+        except BrokenPipeError:  # the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (KeyboardInterrupt, typer.Abort):
+            print("attnzoo: interrupted", file=sys.stderr)
+            return 130
+        except AttnzooError as error:
+            return failed(str(error), 2, debug)
+        except Exception as error:
+            hint = "" if debug else " (--debug shows where)"
+            return failed(f"{type(error).__name__}: {error}{hint}", 1, debug)
+    return status or 0
+
+
+def failed(message: str, status: int, debug: bool) -> int:
+    """Says what went wrong, with the traceback only if it was asked for."""
+    if debug:
+        traceback.print_exc()
+    print(f"attnzoo: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,79 @@
+"""`attnzoo check`: the contract, promise by promise."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnzoo.cli.screen import Json, folded, write_json
+from attnzoo.errors import OptionError, UnknownVariantError
+
+if TYPE_CHECKING:
+    from attnzoo.testing import Report
+
+
+def check(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A variant, package.module:Object or file.py:Object.")],
+    json: Json = False,
+) -> None:
+    """Check that a variant keeps what every variant promises."""
+    from attnzoo import testing
+
+    subject = load(name) if ":" in name else name
+    try:
+        report = testing.run_checks(subject)
+    except OptionError as error:
+        raise OptionError(
+            f"{name}: {error}. The contract needs small options to build it with: "
+            'give it an attribute such as examples = ({"radius": 2},)'
+        ) from error
+    if json:
+        write_json([{key: getattr(outcome, key) for key in FIELDS} for outcome in report.outcomes])
+    else:
+        print(report)
+        print(advice(report), end="")
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+FIELDS = ("promise", "check", "setting", "status", "detail")
+
+
+def load(source: str) -> Callable[..., Any]:
+    """The object that `package.module:Object` or `file.py:Object` stands for."""
+    where, _, attribute = source.rpartition(":")
+    try:
+        if where.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # as an import does; some decorators look there
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+        return getattr(module, attribute)
+    except (Exception, SystemExit) as error:
+        raise UnknownVariantError(f"{source} can't be imported: {type(error).__name__}: {error}") from error
+
+
+def advice(report: "Report") -> str:
+    """What the failed checks ask for, and how to go on from there."""
+    from attnzoo.testing import CHECKS
+
+    failed = dict.fromkeys(outcome.check for outcome in report.failed)
+    if not failed:
+        return ""
+    demands = [folded(f"{name}: {' '.join((CHECKS[name].__doc__ or '').split())}", indent=2) for name in failed]
+    return "\n".join(
+        [
+            "\nwhat these checks ask for",
+            *demands,
+            f'\nTo debug one, decorate a test with @attnzoo.testing.parametrize("{report.name}") and run pytest --pdb.',
+            "What a variant can't do by its nature it declares in its attribute `without`, and then refuses.\n",
+        ]
+    )

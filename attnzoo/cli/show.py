@@ -1,0 +1,83 @@
+"""`attnzoo show`: one variant, described and drawn."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from attnzoo.cli.screen import Json, folded, write_json
+
+if TYPE_CHECKING:
+    from attnzoo.registry import Description
+
+TOKENS = 24
+"""Rows and columns of the drawing."""
+
+
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A variant.")],
+    json: Json = False,
+) -> None:
+    """Show one variant: its options, what it supports, its pattern."""
+    from attnzoo import registry
+
+    about = registry.describe(name)
+    if json:
+        write_json(as_json(about))
+        return
+    print(f"{about.name}: {about.summary}\n\noptions")
+    meanings = explained(about.text)
+    for option in about.options:
+        print(f"  {option}")
+        if option.name in meanings:
+            print(folded(meanings[option.name], indent=6))
+    print()
+    facts = {"source": about.source, "cost": about.cost}
+    facts |= {"supports": ", ".join(about.supports), "does without": ", ".join(about.waives)}
+    for title, fact in facts.items():
+        if fact:
+            print(folded(f"{title}: {fact}"))
+    print(f"\n{drawing(name)}")
+
+
+def as_json(about: "Description") -> dict[str, Any]:
+    """A description in plain types."""
+    meanings = explained(about.text)
+    return {
+        "name": about.name,
+        "summary": about.summary,
+        "options": [
+            {
+                "name": option.name,
+                "type": option.type,
+                "required": option.required,
+                "default": None if option.required else option.default,
+                "meaning": meanings.get(option.name, ""),
+            }
+            for option in about.options
+        ],
+        "source": about.source,
+        "cost": about.cost,
+        "supports": list(about.supports),
+        "waives": list(about.waives),
+    }
+
+
+def drawing(name: str) -> str:
+    """The pattern as a formula and as text, with small options, because defaults are made for long sequences."""
+    from attnzoo import registry
+
+    small: Mapping[str, Any] = next(iter(getattr(registry.find(name), "examples", ())), {})
+    attention = registry.build(name, **{"d_model": 8, "num_heads": 2, **small})
+    options = ", ".join(f"{option}={value!r}" for option, value in small.items())
+    heading = f"{attention.pattern}" + (f"  ({options})" if options else "")
+    return f"{heading}\nqueries down, keys across, # = visible\n{attention.draw(TOKENS)}"
+
+
+def explained(text: str) -> dict[str, str]:
+    """What a docstring says about each argument."""
+    section = re.search(r"^Args:\n((?: .*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.split(r"^ {4}(?=\w+:)", section.group(1), flags=re.MULTILINE) if section else []
+    pairs = (entry.partition(":") for entry in entries if ":" in entry)
+    return {option: " ".join(meaning.split()) for option, _, meaning in pairs}

@@ -1,0 +1,126 @@
+"""What Lightning trains: a recipe's model with its loss, metrics, optimizer and schedule."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torchmetrics import MeanMetric, MetricCollection
+
+from attnzoo.errors import AttnzooError
+from attnzoo.training import experiment
+from attnzoo.training.settings import TrainSettings
+
+
+class DivergedError(AttnzooError):
+    """A loss is not finite."""
+
+
+class TrainingModule(pl.LightningModule):
+    """The experiment of one recipe, given by its sections, so that a checkpoint alone can rebuild it."""
+
+    def __init__(self, recipe: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.experiment = experiment.build(recipe)
+        self.model = self.experiment.model
+        self.valid_scores = Scores(self.experiment.task.metrics())
+        self.test_scores = Scores(self.experiment.task.metrics())
+
+    def configure_model(self) -> None:
+        """Shards the parameters where the strategy is fsdp."""
+        if self.device_mesh is None or isinstance(self.model, FSDPModule):
+            return
+        shards = self.device_mesh["data_parallel"]
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=shards)
+        fully_shard(self.model, mesh=shards)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        loss, _ = self._loss(batch)
+        mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item()
+        self._stop_unless_finite(mean, f"the training loss is {mean} at step {self.trainer.global_step + 1}")
+        return {"loss": loss, "mean": mean}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._score(self.valid_scores, batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._score(self.test_scores, batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log("valid", self.valid_scores)
+
+    def on_test_epoch_end(self) -> None:
+        self._log("test", self.test_scores)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        settings = self.experiment.settings
+        optimizer = torch.optim.AdamW(parameter_groups(self.model, settings.weight_decay), lr=settings.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, settings))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = self.model(batch["tokens"], batch.get("key_mask"))
+        with torch.autocast(logits.device.type, enabled=False):
+            logits = logits.float()
+            return self.experiment.task.loss(logits, batch), logits
+
+    def _score(self, scores: "Scores", batch: dict[str, Tensor]) -> None:
+        loss, logits = self._loss(batch)
+        scores.update(loss, logits, batch["target"])
+
+    def _log(self, split: str, scores: "Scores") -> None:
+        values = scores.compute()
+        loss, step = values["loss"].item(), self.trainer.global_step
+        self._stop_unless_finite(loss, f"the {split} loss is {loss} after step {step}")
+        self.log_dict({f"{split}_{name}": value for name, value in values.items()})
+
+    def _stop_unless_finite(self, loss: float, what: str) -> None:
+        if not math.isfinite(loss):
+            raise DivergedError(f"{what}: try a lower train.lr, more train.warmup_steps or a smaller train.clip")
+
+
+class Scores(nn.Module):
+    """The mean loss and the task's metrics over one split; a module, so that they move along with the model."""
+
+    def __init__(self, metrics: MetricCollection) -> None:
+        super().__init__()
+        self.loss = MeanMetric()
+        self.metrics = metrics
+
+    def update(self, loss: Tensor, logits: Tensor, target: Tensor) -> None:
+        self.loss.update(loss, weight=len(logits))
+        self.metrics.update(logits, target)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The scores of all processes together; then starts anew."""
+        values = {"loss": self.loss.compute(), **self.metrics.compute()}
+        self.loss.reset()
+        self.metrics.reset()
+        return values
+
+
+def lr_factor(step: int, settings: TrainSettings) -> float:
+    """The share of the highest learning rate that the optimizer step after `step` others uses.
+
+    It rises in equal parts, is 1 in step number `warmup_steps`, and falls along half a cosine that would reach 0 one
+    step after the last.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    before = max(settings.warmup_steps - 1, 0)
+    return (1 + math.cos(math.pi * min(1, (step - before) / (settings.max_steps - before)))) / 2
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters that learn, with weight decay on matrices only: not on biases, norms and embeddings."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in learning if parameter.ndim > 1 and id(parameter) not in embeddings]
+    kept = {id(parameter) for parameter in decayed}
+    rest = [parameter for parameter in learning if id(parameter) not in kept]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -1,0 +1,86 @@
+"""How a model is trained: the `train` section of a recipe."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from typing import Literal
+
+from attnzoo.errors import OptionError
+from attnzoo.options import choice, whole
+
+Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
+
+LEAST = {
+    "max_steps": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "warmup_steps": 0,
+    "num_nodes": 1,
+    "seed": 0,
+    "valid_every": 1,
+}
+"""The smallest value of each whole number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How a model is trained.
+
+    Args:
+        max_steps: optimizer steps.
+        batch_size: sequences in one batch, over all devices together, so that more devices train the same model.
+        accumulate: batches whose gradients make one optimizer step.
+        lr: the highest learning rate, reached at step `warmup_steps` and then lowered along a cosine towards 0.
+        weight_decay: on weight matrices; not on biases, norms and embeddings.
+        clip: the largest norm of all gradients together; null leaves them as they are.
+        precision: "16-mixed" is for a GPU; a CPU computes it as "bf16-mixed".
+        devices: GPUs, or processes on a CPU; "auto" takes every GPU, or one process.
+        strategy: how several devices share the work; "fsdp" also shards the parameters.
+        valid_every: optimizer steps from one validation to the next; the last step is always validated.
+    Raises:
+        OptionError: a value is impossible; one message names all of them.
+    """
+
+    max_steps: int = 300
+    batch_size: int = 16
+    accumulate: int = 1
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 20
+    clip: float | None = 1.0
+    precision: Precision = "32-true"
+    accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    devices: int | Literal["auto"] = 1
+    num_nodes: int = 1
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    seed: int = 0
+    valid_every: int = 50
+
+    def __post_init__(self) -> None:
+        problems = [str(problem) for problem in self._problems()]
+        if problems:
+            raise OptionError("; ".join(problems))
+
+    def _problems(self) -> Iterator[OptionError]:
+        kinds = typing.get_type_hints(type(self))
+        checks: list[tuple] = [(whole, name, least) for name, least in LEAST.items()]
+        checks += [(_number, name, below) for name, below in (("lr", False), ("weight_decay", True))]
+        checks += [(choice, name, typing.get_args(kinds[name])) for name in ("precision", "accelerator", "strategy")]
+        if self.clip is not None:
+            checks.append((_number, "clip", False))
+        if self.devices != "auto":
+            checks.append((whole, "devices", 1))
+        for check, name, limit in checks:
+            try:
+                check(name, getattr(self, name), limit)
+            except OptionError as problem:
+                yield problem
+
+
+def _number(name: str, value: object, zero_too: bool) -> None:
+    """Checks a finite number above 0, or 0 where that has a meaning."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero_too):
+        limit = "of at least 0" if zero_too else "above 0"
+        raise OptionError(f"{name} must be a number {limit}{' or null' * (name == 'clip')}, not {value!r}")
