@@ -85,7 +85,8 @@ class Projection:
 
     def output(self, layers: Any, heads: Heads) -> Tokens:
         """The heads joined to tokens and projected."""
-        return layers.out_proj(rearrange(heads, "b h q f -> b q (h f)"))
+        tokens = rearrange(heads, "b h q f -> b q (h f)").contiguous()  # else torch adds the bias in a second rounding
+        return layers.out_proj(tokens)
 
     def split(self, projected: Tokens) -> Queries:
         """Projected features cut into heads."""

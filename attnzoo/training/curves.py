@@ -31,15 +31,15 @@ def draw(metrics: Mapping[str, Sequence[float]], path: Path, title: str) -> None
         seen = [(step, value) for step, value in pairs if not math.isnan(value)]
         if seen:
             panel.plot(*zip(*seen, strict=True), color=VALID, marker="o", markersize=4, label="validation")
-        label = name.removeprefix("valid_").replace("_", " ")
-        panel.set(xlabel="optimizer step", ylabel=label, xlim=(0, None), ylim=(0, None))
+        label = "loss" if panel is panels[0] else name.replace("valid_", "validation ").replace("_", " ")
+        panel.set(xlabel="optimizer step", ylabel=label, xlim=(0, max(steps, default=1) * 1.03), ylim=(0, None))
         if "accuracy" in name:
             panel.set_ylim(0, 1.02)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-        if seen or steps:
-            panel.legend(frameon=False)
+    if steps:
+        panels[0].legend(frameon=False)
     figure.savefig(path)
 
 
