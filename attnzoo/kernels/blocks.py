@@ -5,7 +5,7 @@ touch equally many are computed together, a part at a time, and each part is com
 stays linear.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from attnzoo.scope import Scope
 from attnzoo.shapes import Heads, Keys, Place, Queries, Span, Values
 
 PART = 2**20  # scores computed at once: 4 MiB in float32
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 class Part(NamedTuple):
@@ -30,6 +31,15 @@ class Part(NamedTuple):
     seed: int
 
 
+class Plan(NamedTuple):
+    """How one call is computed."""
+
+    scope: Scope
+    parts: list[Part]
+    tile: int
+    block: int
+
+
 def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Heads:
     """Attention over the blocks of keys that the pattern touches.
 
@@ -39,8 +49,8 @@ def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Hea
         return dense(q, k, v, scope)  # nothing to cut
     parameters: list[Tensor] = list(scope.score.parameters()) if isinstance(scope.score, torch.nn.Module) else []
     tile = min(block, q.shape[2])
-    parts = list(_parts(q, k, scope, tile, block))
-    return _Blocks.apply(q, k, v, scope, parts, tile, block, *parameters)
+    plan = Plan(scope, list(_parts(q, k, scope, tile, block)), tile, block)
+    return _Blocks.apply(q, k, v, plan, *parameters)
 
 
 def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterator[Part]:
@@ -76,38 +86,30 @@ def _spans(start: int, stop: int, size: int) -> Span:
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scope: Scope,
-        parts: list[Part],
-        tile: int,
-        block: int,
-        *parameters: Tensor,
-    ) -> Tensor:
-        cut = [_cut(q, tile), _cut(k, block), _cut(v, block)]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *parameters: Tensor) -> Tensor:
+        cut = (_cut(q, plan.tile), _cut(k, plan.block), _cut(v, plan.block))
         ctx.save_for_backward(*cut)  # and not q, k, v: they need not stay
-        ctx.scope, ctx.parts, ctx.parameters, ctx.tile = scope, parts, parameters, tile
+        ctx.plan, ctx.parameters = plan, parameters
         ctx.heads, ctx.groups, ctx.lengths = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
         out = _TokenOrder(cut[0], q.shape[1], v.shape[-1])
-        for part in parts:
-            out.put(part, _attend(_gather(cut, part), scope, part))
+        for part in plan.parts:
+            out.put(part, _attend(_gather(cut, part), plan.scope, part))
         return out.heads(q.shape[2])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cut, grad = ctx.saved_tensors, _cut(grad, ctx.tile)
+        cut, grad = ctx.saved_tensors, _cut(grad, ctx.plan.tile)
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad_q = _TokenOrder(cut[0], ctx.heads, cut[0].shape[-1])
         grad_k, grad_v = (torch.zeros_like(keys, dtype=wide) for keys in cut[1:])
         grad_parameters: list[Tensor | None] = [None] * len(ctx.parameters)
-        for part in ctx.parts:
-            pieces = [piece.requires_grad_() for piece in _gather(cut, part)]
+        for part in ctx.plan.parts:
+            pieces = _gather(cut, part)
             with torch.enable_grad():
-                out = _attend(pieces, ctx.scope, part)
+                for piece in pieces:
+                    piece.requires_grad_()
+                out = _attend(pieces, ctx.plan.scope, part)
             inputs, above = [*pieces, *ctx.parameters], grad.index_select(1, part.tiles).to(wide)
             new_q, new_k, new_v, *new = torch.autograd.grad(out, inputs, above, allow_unused=True)
             grad_q.put(part, new_q)
@@ -116,7 +118,7 @@ class _Blocks(torch.autograd.Function):
             grad_parameters = [_sum(old, more) for old, more in zip(grad_parameters, new, strict=True)]
         queries, keys = ctx.lengths
         joined = (total.unflatten(1, (ctx.groups, -1)).flatten(2, 3)[:, :, :keys] for total in (grad_k, grad_v))
-        return (grad_q.heads(queries), *(each.to(grad.dtype) for each in joined), *(None,) * 4, *grad_parameters)
+        return (grad_q.heads(queries), *(each.to(grad.dtype) for each in joined), None, *grad_parameters)
 
 
 class _TokenOrder:
@@ -141,16 +143,17 @@ def _cut(x: Tensor, size: int) -> Tensor:
     return filled.unflatten(2, (-1, size)).flatten(1, 2)
 
 
-def _gather(cut: Sequence[Tensor], part: Part) -> list[Tensor]:
+def _gather(cut: Three, part: Part) -> Three:
     """Queries [b, i, tile, d] and keys and values [b, i, m * block, d] of a part, in float32 at least."""
     q, k, v = cut
     wide = torch.promote_types(q.dtype, torch.float32)
-    found = [q.index_select(1, part.tiles)]
-    found += [x.index_select(1, part.blocks.flatten()).unflatten(1, part.blocks.shape).flatten(2, 3) for x in (k, v)]
-    return [piece.detach().to(wide) for piece in found]
+    keys, values = (
+        x.index_select(1, part.blocks.flatten()).unflatten(1, part.blocks.shape).flatten(2, 3) for x in (k, v)
+    )
+    return q.index_select(1, part.tiles).to(wide), keys.to(wide), values.to(wide)
 
 
-def _attend(pieces: list[Tensor], scope: Scope, part: Part) -> Tensor:
+def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     """Attention of a part's tiles over its blocks, as in `dense`."""
     q, k, v = pieces
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)

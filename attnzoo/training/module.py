@@ -89,7 +89,7 @@ class Scores(nn.Module):
 
     def __init__(self, metrics: MetricCollection) -> None:
         super().__init__()
-        self.loss = MeanMetric()
+        self.loss = MeanMetric(nan_strategy="disable")
         self.metrics = metrics
 
     def update(self, loss: Tensor, logits: Tensor, target: Tensor) -> None:
