@@ -41,6 +41,7 @@ class Attention(nn.Module):
 
     examples: ClassVar[Sequence[dict[str, Any]]] = ({},)
     without: ClassVar[frozenset[str]] = frozenset()  # features that a variant declares to do without
+    out_proj: nn.Linear
 
     def __init__(
         self,

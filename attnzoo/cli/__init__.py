@@ -47,18 +47,21 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and gives its exit status: 0 done, 1 the work failed, 2 wrong input, 130 interrupted."""
     debug = "--debug" in arguments
+    command = typer.main.get_command(app)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
         try:
-            status = app([word for word in arguments if word != "--debug"], prog_name="attnzoo", standalone_mode=False)
+            with command.make_context("attnzoo", [word for word in arguments if word != "--debug"]) as context:
+                command.invoke(context)
             sys.stdout.flush()
+        except typer.Exit as done:
+            return done.exit_code
         except UsageError as error:
             error.show()
-            return error.exit_code
+            return 2
         except BrokenPipeError:  # the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        except (KeyboardInterrupt, typer.Abort):
+        except KeyboardInterrupt:
             print("attnzoo: interrupted", file=sys.stderr)
             return 130
         except AttnzooError as error:
@@ -66,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         except Exception as error:
             hint = "" if debug else " (--debug shows where)"
             return failed(f"{type(error).__name__}: {error}{hint}", 1, debug)
-    return status or 0
+    return 0
 
 
 def failed(message: str, status: int, debug: bool) -> int:

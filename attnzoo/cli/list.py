@@ -21,5 +21,6 @@ def list_(
     names = registry.list_variants(glob, wanted)
     if json:
         write_json([{"name": name} for name in names])
-    else:
-        print("\n".join(names))
+        return
+    for name in names:
+        print(name)

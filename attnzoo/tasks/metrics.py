@@ -16,6 +16,8 @@ class Accuracy(Metric):
     full_state_update = False
     higher_is_better = True
     is_differentiable = False
+    hits: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +38,8 @@ class BitsPerCharacter(Metric):
     full_state_update = False
     higher_is_better = False
     is_differentiable = True
+    nats: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,17 @@ from attnzoo.testing.maker import Maker, makers
 from attnzoo.testing.probes import NotApplicable
 from attnzoo.testing.report import Outcome, Report
 
-__all__ = ["CHECKS", "PROMISES", "Maker", "NotApplicable", "Outcome", "Report", "check_variant", "parametrize", "run_checks"]
+__all__ = [
+    "CHECKS",
+    "PROMISES",
+    "Maker",
+    "NotApplicable",
+    "Outcome",
+    "Report",
+    "check_variant",
+    "parametrize",
+    "run_checks",
+]
 
 Factory = Callable[..., Attention]
 
@@ -24,7 +34,8 @@ def check_variant(variant: str | Factory, expected_failures: Mapping[str, str] |
 
     Args:
         variant: a registered name, a class, or a function that returns an Attention.
-        expected_failures: names of checks that are known to fail, each with the reason; one that fails nowhere is a failure itself.
+        expected_failures: names of checks that are known to fail, each with the reason; one that fails nowhere is a
+            failure itself.
         options: run with these instead of each of the variant's `examples`.
     Raises:
         AssertionError: a promise is broken; the message is the report.

@@ -1,4 +1,4 @@
-"""What the checks are made of: inputs with distinct sizes, masks in every combination, and comparisons that explain themselves."""
+"""What the checks are made of: inputs of distinct sizes, masks in every combination, and comparisons that explain."""
 
 import itertools
 import math
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
 from attnzoo.testing.reference import oracles
+
+Masks = dict[str, Any]  # of a call, by argument
 
 BATCH, LENGTH, CONTEXT = 3, 11, 13  # with 24 model features, 6 heads, 2 groups and head_dim 4 all sizes differ
 CLOSE = 1e-9  # float64 results that only took another order of operations
@@ -17,7 +20,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 POSITIONS = ("none", "rotary", "alibi")
 
 
-class NotApplicable(Exception):  # noqa: N818 (a report, not an error)
+class NotApplicable(Exception):
     """Raised by a check that has nothing to say about a variant, with the reason."""
 
 
@@ -51,7 +54,9 @@ def documents_of(batch: int, keys: int) -> Tensor:
     return ids
 
 
-def mask_combinations(attn: Attention, batch: int = BATCH, queries: int = LENGTH, keys: int = LENGTH) -> Iterator[dict[str, Tensor]]:
+def mask_combinations(
+    attn: Attention, batch: int = BATCH, queries: int = LENGTH, keys: int = LENGTH
+) -> Iterator[dict[str, Any]]:
     """Every combination of key_mask, mask in both its forms, and documents where supported."""
     key_masks = [None, some(batch, keys, seed=2)]
     masks = [None, some(queries, keys, seed=3), some(batch, attn.num_heads, queries, keys, seed=4)]
@@ -61,9 +66,13 @@ def mask_combinations(attn: Attention, batch: int = BATCH, queries: int = LENGTH
         yield {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
-def named(given: dict[str, Tensor]) -> str:
+def named(given: Masks) -> str:
     """The masks of a call in words."""
-    return "with " + " and ".join(f"{name} {list(mask.shape)}" for name, mask in given.items()) if given else "without masks"
+    return (
+        "with " + " and ".join(f"{name} {list(mask.shape)}" for name, mask in given.items())
+        if given
+        else "without masks"
+    )
 
 
 def compare(
@@ -91,6 +100,15 @@ def compare_gradients(attn: Attention, what: str, inputs: dict[str, Tensor], **m
         right = gradients(attn, seeded(attn, oracle, *sources, **given), **inputs)
         for key, gradient in right.items():
             agree(got[key], gradient, f"{what}, against {name}: gradient of {key}")
+
+
+def checkpointed(attn: Attention) -> Callable[..., Tensor]:
+    """The same attention under non-reentrant gradient checkpointing."""
+
+    def call(*inputs: Tensor, **given: Any) -> Tensor:
+        return checkpoint(attn, *inputs, use_reentrant=False, **given)
+
+    return call
 
 
 def seeded(attn: Attention, call: Callable[..., Tensor], *inputs: Any, **given: Any) -> Tensor:
@@ -132,26 +150,34 @@ def differ(one: Tensor, other: Tensor, what: str) -> None:
 def finite(tensor: Tensor | None, what: str) -> None:
     """Fails unless every number of a tensor is finite."""
     assert tensor is not None, f"{what}: there is none"
-    assert bool(tensor.isfinite().all()), f"{what}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} numbers are not finite"
+    assert bool(tensor.isfinite().all()), (
+        f"{what}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} numbers are not finite"
+    )
 
 
 def refuses(
-    error: type[Exception], what: str, call: Callable[..., Any], *inputs: Any, naming: Sequence[object] = (), **given: Any
+    error: type[Exception],
+    what: str,
+    call: Callable[..., Any],
+    *inputs: Any,
+    naming: Sequence[object] = (),
+    **given: Any,
 ) -> None:
     """Fails unless a call raises this error, with these words in its message."""
     try:
         call(*inputs, **given)
     except error as raised:
-        missing = [str(word) for word in naming if str(word) not in str(raised)]
-        assert not missing, f"{what}: the {error.__name__} should name {' and '.join(missing)}; it says: {raised}"
+        message = str(raised)
     except Exception as raised:
         raise AssertionError(f"{what}: {type(raised).__name__} ({raised}), and a {error.__name__} is right") from raised
     else:
         raise AssertionError(f"{what}: it was accepted, and a {error.__name__} is right")
+    missing = [str(word) for word in naming if str(word) not in message]
+    assert not missing, f"{what}: the {error.__name__} should name {' and '.join(missing)}; it says: {message}"
 
 
 def gradients(attn: Attention, output: Tensor, **inputs: Tensor) -> dict[str, Tensor | None]:
-    """The gradients of inputs and parameters, by name, of a loss in which every output number has a weight of its own."""
+    """The gradients of inputs and parameters, by name, of a loss in which every output number has its own weight."""
     wanted = {**inputs, **dict(attn.named_parameters())}
     loss = (output.double() * noise(*output.shape, seed=9)).sum()
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))

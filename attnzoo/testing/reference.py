@@ -1,11 +1,12 @@
 """What is right: a variant's own definition, and attention written anew with nothing of the core's but the projections.
 
-The second shares no kernel, no scope, no score and no positions with what it judges, so that a fault in these can't hide in it.
+The second shares no kernel, no scope, no score and no positions with what it judges, so that a fault in these can't
+hide in it.
 """
 
 import copy
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def rounded_definition(attn: Attention) -> Attention:
 def plain(attn: Attention, x: Tensor, *sources: Tensor, **given: Any) -> Tensor:
     """Dense attention over the visible keys, in the dtype of x with softmax in float32 at least."""
     weights, v = plain_weights(attn, x, *sources, **given)
-    return cast(Tensor, attn.out_proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)))
+    return project_out(attn, (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
 
 
 def plain_weights(
@@ -93,6 +94,12 @@ def plain_weights(
     weights = torch.exp(scores - highest.where(highest.isfinite(), 0))
     total = weights.sum(-1, keepdim=True)
     return weights / total.where(total > 0, 1), v  # a query that may look at nothing gets zero
+
+
+def project_out(attn: Attention, joined: Tensor) -> Tensor:
+    """The output projection alone, of joined heads [b, q, e]."""
+    layers: Any = attn
+    return layers.out_proj(joined)
 
 
 def may_look(
@@ -141,11 +148,13 @@ def _positions(k: Tensor, key_mask: Tensor | None, documents: Tensor | None) -> 
 
 
 def _turned(heads: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embeddings as complex numbers: feature i and i + d/2 are one number, turned by position * 10000 ** (-2 i / d)."""
+    """Rotary embeddings as complex numbers: features i and i + d/2, turned by position * 10000 ** (-2 i / d)."""
     half = heads.shape[-1] // 2
     wide = torch.promote_types(heads.dtype, torch.float32)
     angle = positions[:, None, :, None] * 10_000.0 ** (torch.arange(half, dtype=wide) * -2 / heads.shape[-1])
-    turned = torch.complex(heads[..., :half].to(wide), heads[..., half:].to(wide)) * torch.polar(torch.ones_like(angle), angle)
+    turned = torch.complex(heads[..., :half].to(wide), heads[..., half:].to(wide)) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat([turned.real, turned.imag], dim=-1).to(heads.dtype)
 
 

@@ -11,8 +11,8 @@ Status = Literal["held", "failed", "not applicable"]
 class Outcome:
     """One check of one promise, in one setting.
 
-    `detail` says what was done, what came out and what was right, or why the check does not apply. `excuse` is the reason for which a
-    failure was expected.
+    `detail` says what was done, what came out and what was right, or why the check does not apply. `excuse` is the
+    reason for which a failure was expected.
     """
 
     promise: str
@@ -60,7 +60,9 @@ class Report:
         for promise in promises:
             lines.append(f"  {promise:{width}}  {self.status_of(promise)}")
             lines += self._failures(promise)
-        lines += [f"  {check} was expected to fail ({self.excuses[check]}), and holds" for check in self.unexpectedly_held]
+        lines += [
+            f"  {check} was expected to fail ({self.excuses[check]}), and holds" for check in self.unexpectedly_held
+        ]
         return "\n".join(lines)
 
     def _failures(self, promise: str) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from attnzoo.errors import AttnzooError
 from attnzoo.training import experiment
@@ -89,11 +89,11 @@ class Scores(nn.Module):
 
     def __init__(self, metrics: MetricCollection) -> None:
         super().__init__()
-        self.loss = MeanMetric(nan_strategy="disable")
+        self.loss = MeanLoss()
         self.metrics = metrics
 
     def update(self, loss: Tensor, logits: Tensor, target: Tensor) -> None:
-        self.loss.update(loss, weight=len(logits))
+        self.loss.update(loss, len(logits))
         self.metrics.update(logits, target)
 
     def compute(self) -> dict[str, Tensor]:
@@ -102,6 +102,25 @@ class Scores(nn.Module):
         self.loss.reset()
         self.metrics.reset()
         return values
+
+
+class MeanLoss(Metric):
+    """The mean loss of all sequences; torchmetrics' own mean leaves out what is NaN, and then nobody would know."""
+
+    total: Tensor
+    sequences: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("sequences", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, sequences: int) -> None:
+        self.total += loss * sequences
+        self.sequences += sequences
+
+    def compute(self) -> Tensor:
+        return self.total / self.sequences
 
 
 def lr_factor(step: int, settings: TrainSettings) -> float:

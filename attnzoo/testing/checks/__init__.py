@@ -1,4 +1,4 @@
-"""The contract as functions: each takes a `Maker` and raises an AssertionError that says what was done, came out, and was right."""
+"""The contract as functions: each takes a `Maker` and raises an AssertionError that says what went wrong."""
 
 from collections.abc import Callable
 

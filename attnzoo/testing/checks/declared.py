@@ -28,7 +28,13 @@ def check_impossible_heads_are_refused(make: Maker) -> None:
 
 def check_impossible_options_are_refused(make: Maker) -> None:
     """Options that mean nothing are an OptionError when the module is built."""
-    for name, value in (("dropout", -0.1), ("dropout", 1.5), ("dropout", "much"), ("positions", "rotery"), ("bias", "no")):
+    for name, value in (
+        ("dropout", -0.1),
+        ("dropout", 1.5),
+        ("dropout", "much"),
+        ("positions", "rotery"),
+        ("bias", "no"),
+    ):
         refuses(OptionError, f"{name}={value!r}", make, **{name: value}, naming=(name,))
 
 

@@ -31,9 +31,7 @@ from attnzoo.testing.probes import (
 SPLITS = ((LENGTH,), (1,) * LENGTH, (LENGTH - 1, 1), (1, LENGTH - 1), (3, 2, 1, 5), (0, 4, 0, 0, 7, 0))
 
 
-def decode(
-    attn: Attention, x: Tensor, pieces: Sequence[int], cache: Cache | None = None, **masks: Tensor
-) -> Tensor:
+def decode(attn: Attention, x: Tensor, pieces: Sequence[int], cache: Cache | None = None, **masks: Tensor) -> Tensor:
     """The outputs of a sequence read in pieces from where the cache stands, each with its part of the masks."""
     cache = attn.new_cache(x.shape[0], x.shape[1]) if cache is None else cache
     outputs = []
@@ -58,13 +56,15 @@ def _causal(make: Maker, **options: Any) -> Attention:
 
 
 def check_cached_equals_full(make: Maker) -> None:
-    """Decoding gives what the full pass gives, however the sequence is cut: whole, token by token, with empty pieces."""
+    """Decoding gives what the full pass gives, however the sequence is cut: whole, by tokens, with empty pieces."""
     for positions in POSITIONS:
         attn = _causal(make, positions=positions)
         x = tokens(attn)
         right = attn(x)
         for pieces in SPLITS:
-            agree(decode(attn, x, pieces), right, f"positions={positions!r}, read in pieces of {pieces}, against at once")
+            agree(
+                decode(attn, x, pieces), right, f"positions={positions!r}, read in pieces of {pieces}, against at once"
+            )
             with torch.inference_mode():
                 y = decode(attn, x, pieces)
             agree(y, right, f"positions={positions!r}, read in pieces of {pieces} in inference mode, against at once")
@@ -105,8 +105,14 @@ def check_hidden_tokens_stay_hidden(make: Maker) -> None:
             cache = attn.new_cache(BATCH, LENGTH)
             first = attn(x[:, :5].masked_fill(~key_mask[:, :5, None], torch.nan), cache=cache, key_mask=key_mask[:, :5])
             rest = [
-                attn(x[:, 5:8], cache=cache, **({} if later == "left out" else {"key_mask": torch.ones(BATCH, 8).bool()})),
-                attn(x[:, 8:], cache=cache, **({} if later == "left out" else {"key_mask": torch.ones(BATCH, LENGTH).bool()})),
+                attn(
+                    x[:, 5:8], cache=cache, **({} if later == "left out" else {"key_mask": torch.ones(BATCH, 8).bool()})
+                ),
+                attn(
+                    x[:, 8:],
+                    cache=cache,
+                    **({} if later == "left out" else {"key_mask": torch.ones(BATCH, LENGTH).bool()}),
+                ),
             ]
             what = f"positions={positions!r}, tokens hidden in the prompt and later key_masks {later}"
             agree(torch.cat([first, *rest], dim=1), right, what)
@@ -185,7 +191,9 @@ def check_reorder(make: Maker) -> None:
     decode(attn, x[:, :5], (5,), cache, key_mask=key_mask[:, :5])
     bytes_before = cache.nbytes
     cache.reorder(index)
-    assert isinstance(cache.nbytes, int) and cache.nbytes == bytes_before > 0, f"nbytes is {cache.nbytes} after {bytes_before}"
+    assert isinstance(cache.nbytes, int) and cache.nbytes == bytes_before > 0, (
+        f"nbytes is {cache.nbytes} after {bytes_before}"
+    )
     y = decode(attn, x[index], (1, 5), cache)
     agree(y, attn(x, key_mask=key_mask)[index, 5:], f"after reorder({index.tolist()})")
     for wrong in (torch.tensor([0, 1, BATCH]), torch.tensor([-1, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):

@@ -1,5 +1,7 @@
 """What a query may look at: promises 1 to 4."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -35,10 +37,11 @@ def check_true_means_may_look(make: Maker) -> None:
     x = tokens(attn)
     key_mask, mask = torch.ones(BATCH, LENGTH, dtype=torch.bool), torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     agree(attn(x, key_mask=key_mask, mask=mask), attn(x), "masks that are all True, against no mask")
-    for name, given in (("key_mask", some(BATCH, LENGTH, seed=2)), ("mask", some(LENGTH, LENGTH, seed=3))):
-        y = attn(x, **{name: given})
-        compare(attn, f"with a {name}", x, **{name: given})
-        assert not torch.allclose(y, attn(x)), f"a {name} that is False in {int((~given).sum())} places changed nothing"
+    masks: dict[str, Any] = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}
+    for name, mask in masks.items():
+        y = attn(x, **{name: mask})
+        compare(attn, f"with a {name}", x, **{name: mask})
+        assert not torch.allclose(y, attn(x)), f"a {name} that is False in {int((~mask).sum())} places changed nothing"
 
 
 def check_whole_numbers_are_masks(make: Maker) -> None:
@@ -86,7 +89,11 @@ def check_equal_sizes_change_no_meaning(make: Maker) -> None:
     masked, padded = attn(x, mask=mask), attn(x, key_mask=key_mask)
     for row in range(size):
         one = slice(row, row + 1)
-        agree(masked[one], attn(x[one], mask=mask), f"b = h = q = {size}, with a mask, sequence {row} against itself alone")
+        agree(
+            masked[one],
+            attn(x[one], mask=mask),
+            f"b = h = q = {size}, with a mask, sequence {row} against itself alone",
+        )
         alone = attn(x[one], key_mask=key_mask[one])
         agree(padded[one], alone, f"b = h = q = {size}, with a key_mask, sequence {row} against itself alone")
     _refuse_other_masks(attn, size, size)
@@ -97,7 +104,13 @@ def check_equal_sizes_change_no_meaning(make: Maker) -> None:
 def _refuse_other_masks(attn: Attention, batch: int, length: int) -> None:
     x, heads = tokens(attn, length, batch), attn.num_heads
     shapes = [(length,), (1, length), (length, 1), (length, length + 1), (1, length, length), (batch, length, length)]
-    shapes += [(heads, length, length), (batch + 1, 1, length, length), (1, heads + 1, 1, 1), (1, 1, 1, length, length), ()]
+    shapes += [
+        (heads, length, length),
+        (batch + 1, 1, length, length),
+        (1, heads + 1, 1, 1),
+        (1, 1, 1, length, length),
+        (),
+    ]
     shapes += [(batch, length)] if batch != length else []
     for shape in shapes:
         what = f"b = {batch}, q = {length}: a mask {list(shape)}"
@@ -133,7 +146,7 @@ def check_masks_hold_when_checkpointed(make: Maker) -> None:
     """Gradient checkpointing changes nothing about who may look at whom."""
     attn = make(training=True)
 
-    def checkpointed(x: Tensor, **masks: Tensor) -> Tensor:
+    def checkpointed(x: Tensor, **masks: Any) -> Tensor:
         return checkpoint(attn, x, use_reentrant=False, **masks)
 
     for given in mask_combinations(attn):
@@ -183,7 +196,10 @@ def check_gradients_go_where_queries_look(make: Maker) -> None:
             (gradient,) = torch.autograd.grad(y[:, query].square().sum(), x, retain_graph=True)
             felt[:, query] = (gradient != 0).any(-1)
         mode = "in training" if training else "in eval"
-        _none(felt & ~(seen | itself), f"{mode}, sequence {{}}: query {{}} depends on token {{}}, which it may not look at")
+        _none(
+            felt & ~(seen | itself),
+            f"{mode}, sequence {{}}: query {{}} depends on token {{}}, which it may not look at",
+        )
         if is_plain(attn) and not training:
             _none(seen & ~felt, f"{mode}, sequence {{}}: query {{}} ignores token {{}}, which it may look at")
 
@@ -194,7 +210,7 @@ def _none(wrong: Tensor, what: str) -> None:
 
 
 def check_queries_that_see_nothing_get_zero(make: Maker) -> None:
-    """A query that may look at nothing gets zero from the attention, before the output projection, in every dtype and mode."""
+    """A query that may look at nothing gets zero, before the output projection, in every dtype and mode."""
     for dtype in DTYPES:
         for training in (False, True):
             attn = make(dtype=dtype, training=training, dropout=0.2)
@@ -218,7 +234,11 @@ def check_queries_that_see_nothing_give_no_gradient(make: Maker) -> None:
                 y = attn(x, **given)
                 for key, gradient in gradients(attn, y.masked_fill(~empty[:, :, None], 0), x=x).items():
                     if key != "out_proj.bias" and gradient is not None:
-                        same(gradient, torch.zeros_like(gradient), f"{what}: gradient of {key} from queries that see nothing")
+                        same(
+                            gradient,
+                            torch.zeros_like(gradient),
+                            f"{what}: gradient of {key} from queries that see nothing",
+                        )
                 for key, gradient in gradients(attn, attn(x, **given), x=x).items():
                     finite(gradient, f"{what}: gradient of {key}")
 
@@ -237,7 +257,7 @@ def check_queries_that_see_nothing_harm_no_other(make: Maker) -> None:
         agree(got[name], gradient, f"beside a sequence that is hidden whole: gradient of {name}")
 
 
-def _leaving_nothing(attn: Attention) -> list[tuple[str, dict[str, Tensor], Tensor]]:
+def _leaving_nothing(attn: Attention) -> list[tuple[str, dict[str, Any], Tensor]]:
     """Ways to leave queries with nothing to look at: what it is, the masks, and which queries [b, q] that are."""
     mask, key_mask = some(LENGTH, LENGTH, seed=3), some(BATCH, LENGTH, seed=2)
     mask[[2, 6]] = False
@@ -245,11 +265,16 @@ def _leaving_nothing(attn: Attention) -> list[tuple[str, dict[str, Tensor], Tens
     rows, sequence = torch.zeros(BATCH, LENGTH, dtype=torch.bool), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     rows[:, [2, 6]] = True
     sequence[1] = True
-    ways = [("two rows of the mask False", {"mask": mask}, rows), ("a sequence hidden whole", {"key_mask": key_mask}, sequence)]
+    ways = [
+        ("two rows of the mask False", {"mask": mask}, rows),
+        ("a sequence hidden whole", {"key_mask": key_mask}, sequence),
+    ]
     if not attn.redraws:
         hole = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
         hole[:, [0, 1, -1]] = True
-        ways.append(("a mask of all that the pattern hides", {"mask": ~attn.visible(LENGTH)[None]}, torch.ones_like(rows)))
+        ways.append(
+            ("a mask of all that the pattern hides", {"mask": ~attn.visible(LENGTH)[None]}, torch.ones_like(rows))
+        )
         unseen = ~may_look(attn, BATCH, LENGTH, LENGTH, hole).any((1, 3))
         ways.append(("all but three tokens hidden", {"key_mask": hole}, unseen))
     return ways

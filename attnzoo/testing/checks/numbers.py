@@ -1,9 +1,9 @@
 """That the numbers are right and nothing leaks: promises 7 and 8."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
@@ -54,7 +54,12 @@ def check_positions_are_right_with_masks(make: Maker) -> None:
     for positions in ("rotary", "alibi"):
         attn = make(positions=positions)
         for share in (0.3, 0.8):
-            compare(attn, f"positions={positions!r}, padded", tokens(attn), key_mask=some(BATCH, LENGTH, seed=2, share=share))
+            compare(
+                attn,
+                f"positions={positions!r}, padded",
+                tokens(attn),
+                key_mask=some(BATCH, LENGTH, seed=2, share=share),
+            )
 
 
 def check_cross_attention(make: Maker) -> None:
@@ -67,12 +72,19 @@ def check_cross_attention(make: Maker) -> None:
     for queries, keys in sizes:
         x, context, values = tokens(attn, queries), tokens(attn, keys, seed=6), tokens(attn, keys, seed=7)
         key_mask, mask = some(BATCH, keys, seed=2), some(BATCH, attn.num_heads, queries, keys, seed=4)
-        for given in ({}, {"key_mask": key_mask}, {"mask": mask}, {"key_mask": key_mask, "mask": mask[0, 0]}):
+        masks: list[dict[str, Any]] = [{}, {"key_mask": key_mask}, {"mask": mask}]
+        for given in (*masks, {"key_mask": key_mask, "mask": mask[0, 0]}):
             what = f"{queries} queries over a context of {keys}, with {' and '.join(given) or 'no masks'}"
             compare(attn, what, x, context, **given)
             compare(attn, f"{what}, values from elsewhere", x, context, values=values, **given)
         if "documents" in attn.supports and queries <= keys:
-            compare(attn, f"{queries} queries over a context of {keys}, with documents", x, context, documents=documents_of(BATCH, keys))
+            compare(
+                attn,
+                f"{queries} queries over a context of {keys}, with documents",
+                x,
+                context,
+                documents=documents_of(BATCH, keys),
+            )
         inputs = {"x": x, "context": context, "values": values}
         compare_gradients(attn, f"{queries} queries over a context of {keys}", inputs, key_mask=key_mask)
     compare(attn, "only values from elsewhere", tokens(attn), values=tokens(attn, seed=7))
@@ -86,7 +98,11 @@ def check_documents_are_alone(make: Maker) -> None:
         x, lengths = tokens(attn), (4, 1, 6)
         ids = torch.tensor([7, 3, 5]).repeat_interleave(torch.tensor(lengths)).expand(BATCH, -1)
         alone = torch.cat([attn(part) for part in x.split(lengths, dim=1)], dim=1)
-        agree(attn(x, documents=ids), alone, f"positions={positions!r}: documents of {lengths} tokens packed, against each alone")
+        agree(
+            attn(x, documents=ids),
+            alone,
+            f"positions={positions!r}: documents of {lengths} tokens packed, against each alone",
+        )
 
 
 def check_weights_are_those_of_the_pattern(make: Maker) -> None:
@@ -95,12 +111,17 @@ def check_weights_are_those_of_the_pattern(make: Maker) -> None:
         attn = make(positions=positions, dropout=0.2)
         if not is_plain(attn):
             raise NotApplicable("it has a definition of its own")
-        x, given = tokens(attn), {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(BATCH, 1, LENGTH, LENGTH, seed=3)}
+        x, mask = tokens(attn), some(BATCH, 1, LENGTH, LENGTH, seed=3)
+        given: dict[str, Any] = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": mask}
         weights = attn.weights(x, **given)
         agree(weights, plain_weights(attn, x, **given)[0], f"positions={positions!r}: weights")
         heads, queries = [4, 0, 3], [9, 2]
         chosen = attn.weights(x, heads=heads, queries=queries, **given)
-        agree(chosen, weights[:, heads][:, :, queries], f"positions={positions!r}: weights of heads {heads}, queries {queries}")
+        agree(
+            chosen,
+            weights[:, heads][:, :, queries],
+            f"positions={positions!r}: weights of heads {heads}, queries {queries}",
+        )
     attn = make()
     for length in (LENGTH - 4, CONTEXT) if "cross" in attn.supports else ():
         if length <= LENGTH or "causal" not in attn.supports:
@@ -118,7 +139,9 @@ def check_later_tokens_change_nothing(make: Maker) -> None:
             x = x.clone()
             x[:, LATER:] = later * size
             changed = seeded(attn, attn, x, **given)
-            same(changed[:, :LATER], y[:, :LATER], f"{dtype}, {how}, tokens from {LATER} on changed to about {size:.0e}")
+            same(
+                changed[:, :LATER], y[:, :LATER], f"{dtype}, {how}, tokens from {LATER} on changed to about {size:.0e}"
+            )
 
 
 def check_later_tokens_get_no_gradient(make: Maker) -> None:
@@ -132,7 +155,7 @@ def check_later_tokens_get_no_gradient(make: Maker) -> None:
             same(later, torch.zeros_like(later), f"{how}: gradient of tokens from {LATER} on")
 
 
-def _looking_back(make: Maker) -> Iterator[tuple[Attention, str, dict[str, Tensor]]]:
+def _looking_back(make: Maker) -> Iterator[tuple[Attention, str, dict[str, Any]]]:
     """A causal module in each dtype, with masks, with dropout, with positions."""
     need(make(), "causal")
     masks = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}

@@ -61,7 +61,11 @@ def check_padding_in_half_precision_cannot_be_felt(make: Maker) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
             for garbage in (1e4, torch.inf, torch.nan):
                 filled = x.masked_fill(~key_mask[:, :, None], garbage)
-                same(attn(filled, key_mask=key_mask), attn(x, key_mask=key_mask), f"{dtype}, hidden tokens filled with {garbage}")
+                same(
+                    attn(filled, key_mask=key_mask),
+                    attn(x, key_mask=key_mask),
+                    f"{dtype}, hidden tokens filled with {garbage}",
+                )
 
 
 def check_padding_of_context_cannot_be_felt(make: Maker) -> None:
@@ -81,7 +85,11 @@ def check_padding_of_context_cannot_be_felt(make: Maker) -> None:
                 same(gradient, wanted[name], f"hidden tokens of the context filled with {garbage}: gradient of {name}")
             elif gradient is not None:
                 hidden = gradient[~key_mask]
-                same(hidden, torch.zeros_like(hidden), f"context filled with {garbage}: gradient of hidden tokens of {name}")
+                same(
+                    hidden,
+                    torch.zeros_like(hidden),
+                    f"context filled with {garbage}: gradient of hidden tokens of {name}",
+                )
 
 
 def check_padding_on_the_right_changes_nothing(make: Maker) -> None:
@@ -114,7 +122,11 @@ def check_padding_of_context_changes_nothing(make: Maker) -> None:
     x, context, longer = tokens(attn), tokens(attn, CONTEXT, seed=6), tokens(attn, CONTEXT + 8, seed=7)
     longer[:, :CONTEXT] = context
     key_mask = (torch.arange(CONTEXT + 8) < CONTEXT).expand(BATCH, -1)
-    agree(attn(x, longer, key_mask=key_mask), attn(x, context), f"a context of {CONTEXT} padded on the right to {CONTEXT + 8}")
+    agree(
+        attn(x, longer, key_mask=key_mask),
+        attn(x, context),
+        f"a context of {CONTEXT} padded on the right to {CONTEXT + 8}",
+    )
 
 
 def check_queries_stand_at_the_end(make: Maker) -> None:
@@ -124,12 +136,18 @@ def check_queries_stand_at_the_end(make: Maker) -> None:
     for queries in (1, 4, LENGTH, CONTEXT):
         shown = attn.visible(queries, CONTEXT)
         wanted = [whole.shape[0], queries, CONTEXT]
-        assert list(shown.shape) == wanted, f"visible({queries}, {CONTEXT}) is {list(shown.shape)}, and {wanted} is right"
-        assert torch.equal(shown, whole[:, -queries:]), f"visible({queries}, {CONTEXT}) is not the end of visible({CONTEXT})"
+        assert list(shown.shape) == wanted, (
+            f"visible({queries}, {CONTEXT}) is {list(shown.shape)}, and {wanted} is right"
+        )
+        assert torch.equal(shown, whole[:, -queries:]), (
+            f"visible({queries}, {CONTEXT}) is not the end of visible({CONTEXT})"
+        )
     if "cross" in attn.supports:
         x = tokens(attn, CONTEXT)
         for queries in (1, 4, LENGTH):
-            agree(attn(x[:, -queries:], x), attn(x)[:, -queries:], f"{queries} queries over a context that ends with them")
+            agree(
+                attn(x[:, -queries:], x), attn(x)[:, -queries:], f"{queries} queries over a context that ends with them"
+            )
 
 
 def _padded(make: Maker) -> Iterator[tuple[Attention, Tensor]]:

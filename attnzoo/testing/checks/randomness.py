@@ -51,7 +51,7 @@ def check_random_state_is_left_alone(make: Maker) -> None:
         outputs = []
         for seed in (0, 1):
             torch.manual_seed(seed)
-            np.random.seed(seed)  # noqa: NPY002 (the global state is what must stay)
+            np.random.seed(seed)
             random.seed(seed)
             before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
             attn.visible(LENGTH)
@@ -76,7 +76,9 @@ def check_redrawn_patterns(make: Maker) -> None:
     same(seeded(attn, attn, x), y, "the same global seed twice")
     assert any(not torch.equal(attn(x), y) for _ in range(5)), "five steps in training all drew the same pattern"
     right = gradients(attn, y, x=x)
-    for name, gradient in gradients(attn, seeded(attn, lambda x: checkpoint(attn, x, use_reentrant=False), x), x=x).items():
+    for name, gradient in gradients(
+        attn, seeded(attn, lambda x: checkpoint(attn, x, use_reentrant=False), x), x=x
+    ).items():
         agree(gradient, right[name], f"checkpointed with a redrawn pattern: gradient of {name}")
     attn.eval()
     same(attn(x), make()(x), "in eval after training, against a module that never trained")
@@ -101,12 +103,17 @@ def check_dropout_is_for_training(make: Maker) -> None:
     for masks in ({}, given):
         same(attn.eval()(x, **masks), without(x, **masks), "in eval with dropout=0.5, against dropout=0")
         attn.train()
-        for how, call in (("a call", attn), ("a checkpointed call", lambda x, **m: checkpoint(attn, x, use_reentrant=False, **m))):
+        for how, call in (
+            ("a call", attn),
+            ("a checkpointed call", lambda x, **m: checkpoint(attn, x, use_reentrant=False, **m)),
+        ):
             torch.manual_seed(0)
             one = call(x, **masks)
             same(seeded(attn, call, x, **masks), one, f"{how} in training twice with one global seed")
             other = call(x, **masks)
-            assert not torch.equal(one, other), f"{how} with dropout=0.5 gives the same in training twice: nothing is dropped"
+            assert not torch.equal(one, other), (
+                f"{how} with dropout=0.5 gives the same in training twice: nothing is dropped"
+            )
 
 
 def check_dropout_keeps_the_mean(make: Maker) -> None:
@@ -119,7 +126,9 @@ def check_dropout_keeps_the_mean(make: Maker) -> None:
     deviation = y.std(0) / draws**0.5
     off = (y.mean(0) - right).abs()
     worst = float((off - 6 * deviation).max())
-    assert worst <= 1e-9, f"the mean of {draws} draws is {float(off.max()):.3g} off, and the standard error {float(deviation.max()):.2g}"
+    assert worst <= 1e-9, (
+        f"the mean of {draws} draws is {float(off.max()):.3g} off, and the standard error {float(deviation.max()):.2g}"
+    )
 
 
 def check_dropout_is_the_same_in_backward(make: Maker) -> None:

@@ -19,8 +19,6 @@ from attnzoo.testing.probes import (
     compare_gradients,
     finite,
     gradients,
-    need,
-    noise,
     some,
     tokens,
 )
@@ -42,7 +40,9 @@ def check_gradients_at_any_length(make: Maker) -> None:
     """The gradients are right at any length too."""
     for length in (1, 2, 5, LONG):
         attn = make()
-        compare_gradients(attn, f"{length} tokens", {"x": tokens(attn, length, batch=2)}, key_mask=some(2, length, seed=2))
+        compare_gradients(
+            attn, f"{length} tokens", {"x": tokens(attn, length, batch=2)}, key_mask=some(2, length, seed=2)
+        )
 
 
 def check_empty_batch(make: Maker) -> None:
@@ -63,7 +63,9 @@ def check_one_of_everything(make: Maker) -> None:
         what = f"{heads} heads, {batch} sequences of {length} tokens"
         mask = some(batch, heads, length, length, seed=4)
         compare(attn, what, tokens(attn, length, batch))
-        compare(attn, f"{what}, with masks", tokens(attn, length, batch), mask=mask, key_mask=some(batch, length, seed=2))
+        compare(
+            attn, f"{what}, with masks", tokens(attn, length, batch), mask=mask, key_mask=some(batch, length, seed=2)
+        )
 
 
 def check_inputs_in_any_layout(make: Maker) -> None:
@@ -78,7 +80,11 @@ def check_inputs_in_any_layout(make: Maker) -> None:
         agree(y, right, f"the masks are {name}, against copies")
     if "cross" in attn.supports:
         for name, view in _views(tokens(attn, CONTEXT)).items():
-            agree(attn(tokens(attn), view), attn(tokens(attn), view.contiguous()), f"the context is {name}, against a copy")
+            agree(
+                attn(tokens(attn), view),
+                attn(tokens(attn), view.contiguous()),
+                f"the context is {name}, against a copy",
+            )
 
 
 def _views(x: Tensor) -> dict[str, Tensor]:
@@ -160,4 +166,5 @@ def check_dtype_is_kept(make: Maker) -> None:
         assert y.dtype == dtype, f"under {dtype} autocast the output is {y.dtype}"
         for name, gradient in gradients(attn, y, x=x).items():
             finite(gradient, f"under {dtype} autocast: gradient of {name}")
-            assert gradient is not None and gradient.dtype == torch.float32, f"under {dtype} autocast: gradient of {name} is {gradient.dtype}"
+            kind = None if gradient is None else gradient.dtype
+            assert kind == torch.float32, f"under {dtype} autocast: gradient of {name} is {kind}"

@@ -138,7 +138,7 @@ def check_inputs_are_not_modified(make: Maker) -> None:
 
 
 def check_state_dict_round_trip(make: Maker) -> None:
-    """A state dict loads strictly into another module, whatever lengths both have seen, and makes it compute the same."""
+    """A state dict loads strictly into another module, whatever lengths both saw, and makes it compute the same."""
     attn, other = make(), make(start=1)
     need(attn, "length_free")
     attn(tokens(attn, LONG))
@@ -193,15 +193,21 @@ def check_converts(make: Maker) -> None:
         attn(x, key_mask=key_mask)
         kinds = {name: buffer.is_floating_point() for name, buffer in attn.named_buffers()}
         attn.to(dtype)
-        assert kinds == {name: buffer.is_floating_point() for name, buffer in attn.named_buffers()}, "buffers changed kind"
+        assert kinds == {name: buffer.is_floating_point() for name, buffer in attn.named_buffers()}, (
+            "buffers changed kind"
+        )
         for given in ({}, {"key_mask": key_mask}):
             y = attn(x.to(dtype), **given)
             assert y.dtype == dtype, f"after .to({dtype}) the output is {y.dtype}"
-            same(y, make(dtype=torch.float32).to(dtype)(x.to(dtype), **given), f"after .to({dtype}), against a module without a past")
+            same(
+                y,
+                make(dtype=torch.float32).to(dtype)(x.to(dtype), **given),
+                f"after .to({dtype}), against a module without a past",
+            )
 
 
 def check_gradient_checkpointing(make: Maker) -> None:
-    """Non-reentrant checkpointing gives the same output and gradients, with dropout and with an input that needs none."""
+    """Non-reentrant checkpointing gives the same output and gradients, with dropout and with a frozen input."""
     for dropout in (0.0, 0.3):
         for needed in (True, False):
             attn = make(training=True, dropout=dropout)
@@ -224,5 +230,3 @@ def check_every_parameter_learns(make: Maker) -> None:
         for name, parameter in attn.named_parameters():
             assert parameter.grad is not None, f"{name} gets no gradient"
             finite(parameter.grad, f"gradient of {name}")
-
-
