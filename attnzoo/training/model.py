@@ -73,8 +73,9 @@ class Transformer(nn.Module):
         )
         self.final_norm = nn.LayerNorm(d_model)
         self.head = nn.Linear(d_model, classes)
-        # Small, so that the layers are heard; positions from nothing, so that words are read before their places.
-        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        # Small, so that the layers are heard, but not so small that words of one role grow into one; positions from
+        # nothing, so that words are read before their places.
+        nn.init.normal_(self.token_embedding.weight, std=0.1)
         if self.position_embedding is not None:
             nn.init.zeros_(self.position_embedding.weight)
 
