@@ -84,7 +84,7 @@ def test_no_verb_but_train_loads_lightning():
     dry = ["train", "tiny.yaml", "--dry-run"], ["check", "mqa"]
     loaded = loaded_by(*commands, dry[0])
     assert "torch" in loaded
-    assert not loaded & {"lightning", "matplotlib", "rich"}
+    assert not loaded & {"lightning", "rich"}
 
 
 # The zoo
