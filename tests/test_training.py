@@ -116,6 +116,28 @@ def test_accumulated_batches_make_the_step_of_one_big_batch(tiny):
     assert one["train_loss"][0] != one["train_loss"][1]
 
 
+def test_validation_counts_optimizer_steps_where_gradients_accumulate(tiny):
+    metrics = columns(train.train(tiny("train.accumulate=2")))
+    validated = [step for step, loss in zip(metrics["step"], metrics["valid_loss"], strict=True) if loss == loss]
+    assert validated == [4, 6]
+
+
+@pytest.mark.parametrize(("clip", "moves"), [("1e-12", False), ("null", True)])
+def test_gradients_are_clipped_to_the_norm_asked_for(tiny, tmp_path, clip, moves):
+    recipe = tiny(f"train.clip={clip}", "train.weight_decay=0")
+    run = train.train(recipe)["run"]
+    trained = torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    fresh = experiment.build(recipe.sections).model.state_dict()
+    moved = max((trained[f"model.{name}"] - weight).abs().max().item() for name, weight in fresh.items())
+    assert (moved > 1e-3) is moves
+
+
+def test_building_an_experiment_draws_nothing_from_the_global_generator(tiny):
+    before = torch.get_rng_state()
+    experiment.build(tiny().sections)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # Order of data
 
 
@@ -182,7 +204,7 @@ def test_a_summary_says_what_was_trained_and_what_came_out(tiny):
 
 
 def test_the_test_split_is_for_the_weights_of_the_lowest_validation_loss(tiny, tmp_path):
-    recipe = tiny("train.lr=0.3", "train.valid_every=1", "train.warmup_steps=0", "train.clip=null", "train.max_steps=4")
+    recipe = tiny("train.lr=3", "train.valid_every=1", "train.warmup_steps=0", "train.clip=null", "train.max_steps=4")
     summary = train.train(recipe)
     losses = columns(summary)["valid_loss"]
     best = losses.index(min(losses)) + 1
