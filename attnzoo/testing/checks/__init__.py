@@ -112,7 +112,6 @@ PROMISES: dict[str, tuple[Check, ...]] = {
     "Bad options are refused": (
         declared.check_impossible_heads_are_refused,
         declared.check_impossible_options_are_refused,
-        declared.check_unknown_options_are_refused,
     ),
     "What is declared is so": (
         declared.check_causal_is_what_was_asked_for,

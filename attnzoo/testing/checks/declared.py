@@ -38,12 +38,6 @@ def check_impossible_options_are_refused(make: Maker) -> None:
         refuses(OptionError, f"{name}={value!r}", make, **{name: value}, naming=(name,))
 
 
-def check_unknown_options_are_refused(make: Maker) -> None:
-    """An option that the variant does not have is an OptionError that names the nearest one."""
-    for name, near in (("num_head", "num_heads"), ("dropuot", "dropout"), ("position", "positions")):
-        refuses(OptionError, f"an option {name}", make, **{name: 1}, naming=(name, near))
-
-
 def check_causal_is_what_was_asked_for(make: Maker) -> None:
     """Both causal settings can be built, or the one that can't is declared to be done without."""
     attn = make()
