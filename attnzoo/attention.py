@@ -1,7 +1,7 @@
 """What every variant is: project, open a scope, attend, merge the heads, project out."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnzoo.cache import Cache
 from attnzoo.errors import CacheError, InputError, NotSupportedError, OptionError
 from attnzoo.kernels.blocks import blocks
-from attnzoo.kernels.dense import dense, dense_weights
+from attnzoo.kernels.dense import dense, dense_weights, without_autocast
 from attnzoo.kernels.fused import fused
 from attnzoo.options import choice, share, whole
 from attnzoo.patterns import Causal, Full, Pattern
@@ -133,7 +133,7 @@ class Attention(nn.Module):
             key_mask: [b, k], True = a real token; hidden tokens cannot be felt, whatever they hold.
             mask: [q, k], or 4-D and broadcasting to [b, h, q, k], True = may look.
             documents: [b, k], whole numbers; only equal ones see each other, and their positions start anew.
-            cache: keys and values read before; the call appends its own.
+            cache: keys and values read before; the call appends its own, so checkpointing must not run it twice.
         Raises:
             InputError: x, context or values have no shape [b, t, e].
             MaskError: a mask has a dtype or shape without meaning.
@@ -141,7 +141,7 @@ class Attention(nn.Module):
             NotSupportedError: the variant declares that it does without.
         """
         q, k, v, scope, appended = self._open(x, context, values, key_mask, mask, documents, cache)
-        with _own_dtypes(q):
+        with without_autocast(q):
             heads = self.attend(q, k, v, scope)
         if cache is not None:
             cache.commit(appended, x.shape[1])
@@ -170,7 +170,7 @@ class Attention(nn.Module):
         query = _chosen("queries", queries, x.shape[1], q.device)
         q, k = q[:, head][:, :, query], k[:, head // (self.num_heads // self.num_kv_heads)]
         scope = scope.narrowed(head, query)
-        with _own_dtypes(q):
+        with without_autocast(q):
             return dense_weights(q, k, scope, self.visible_for(q, k, scope)).to(q.dtype)
 
     def visible(self, query_length: int, key_length: int | None = None) -> Tensor:
@@ -186,11 +186,12 @@ class Attention(nn.Module):
 
     def density(self, length: int) -> float:
         """The share of pairs that the pattern lets see each other, in training, over sequences of this length."""
-        return self.pattern.density(length, self.num_heads)
+        return self.pattern.density(whole("length", length, least=0), self.num_heads)
 
     def draw(self, length: int = 16, head: int = 0) -> str:
         """The pattern as text, a row for each query."""
-        return self.pattern.draw(length, head)
+        _chosen("head", [head], self.num_heads, torch.device("cpu"))
+        return self.pattern.draw(whole("length", length, least=0), head)
 
     def new_cache(self, batch_size: int, max_length: int, rewind: int = 0) -> Cache:
         """An empty cache for decoding with this attention.
@@ -271,6 +272,8 @@ class Attention(nn.Module):
             raise InputError(
                 f"{name} must be [batch, length, d_model] = [{', '.join(names)}, {self.d_model}], not {got}"
             )
+        if not tokens.is_floating_point():
+            raise InputError(f"{name} must hold floating-point features, not {tokens.dtype}: embed token ids first")
 
     def _check_supported(self, crossed: bool, cache: Cache | None, documents: Tensor | None) -> None:
         if cache is not None and not isinstance(cache, Cache):
@@ -362,26 +365,24 @@ def attend(
     )
     if key_mask is not None:
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
-    with _own_dtypes(q):
+    with without_autocast(q):
         return fused(q, k, v, scope) if pattern in (Full(), Causal()) else blocks(q, k, v, scope, block)
-
-
-def _own_dtypes(q: Tensor) -> AbstractContextManager[Any]:
-    """Keeps autocast out of a kernel, which chooses its own dtypes."""
-    kind = q.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _hide(tokens: Tensor, key_mask: Tensor | None) -> Tensor:
     return tokens if key_mask is None else tokens.masked_fill(~key_mask[:, :, None], 0)
 
 
-def _chosen(name: str, chosen: Sequence[int] | None, count: int, device: torch.device) -> Tensor:
+def _chosen(name: str, chosen: Iterable[Any] | None, count: int, device: torch.device) -> Tensor:
     if chosen is None:
         return torch.arange(count, device=device)
-    if not all(isinstance(number, int) and -count <= number < count for number in chosen):
-        raise InputError(f"{name} must be whole numbers below {count}, not {list(chosen)}")
-    return torch.tensor(list(chosen), dtype=torch.long, device=device) % count
+    try:
+        numbers = [operator.index(number) for number in chosen]
+    except TypeError:
+        numbers = []
+    if not numbers or not all(-count <= number < count for number in numbers):
+        raise InputError(f"{name} must be whole numbers, at least one and all below {count}, not {chosen!r}")
+    return torch.tensor(numbers, device=device) % count
 
 
 def _adapt_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -104,7 +103,7 @@ class Separate(Projection):
     def adapt(self, state: dict[str, Tensor], prefix: str) -> None:
         for kind in ("weight", "bias"):
             fused = state.pop(f"{prefix}{FUSED}.{kind}", None)
-            if fused is not None and fused.shape[0] == sum(self.rows):
+            if fused is not None and fused.shape[:1] == (sum(self.rows),):
                 for name, part in zip(SEPARATE, fused.split(self.rows), strict=True):
                     state[f"{prefix}{name}.{kind}"] = part.clone()  # else three parameters could share one storage
             elif fused is not None:
@@ -130,7 +129,10 @@ class Fused(Projection):
     def adapt(self, state: dict[str, Tensor], prefix: str) -> None:
         for kind in ("weight", "bias"):
             names = [f"{prefix}{name}.{kind}" for name in SEPARATE]
-            if all(name in state for name in names):
+            shapes = [state[name].shape for name in names if name in state]
+            if [shape[:1] for shape in shapes] == [(rows,) for rows in self.rows] and len(
+                {shape[1:] for shape in shapes}
+            ) == 1:
                 state[f"{prefix}{FUSED}.{kind}"] = torch.cat([state.pop(name) for name in names])
 
     def queries(self, layers: Any, x: Tokens) -> Queries:
@@ -144,10 +146,8 @@ class Fused(Projection):
         return self.split(q), {"keys": self.split(k), "values": self.split(v)}
 
     def _part(self, layers: Any, x: Tokens, part: int) -> Tensor:
-        """One third of the layer, for tokens that need no more."""
-        linear = layers.qkv_proj
-        bias = None if linear.bias is None else linear.bias.split(self.rows)[part]
-        return F.linear(x, linear.weight.split(self.rows)[part], bias)
+        """One third of what the layer gives: it is called whole, as it may be an adapter and no plain linear."""
+        return layers.qkv_proj(x).split(self.rows, dim=-1)[part]
 
 
 def _check_divides(name: str, part: int, of: str, total: int) -> None:

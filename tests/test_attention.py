@@ -65,8 +65,12 @@ def test_weights_of_some_heads_and_queries_are_those_of_all():
         v = v.repeat_interleave(6 // attention.num_kv_heads, dim=1)
         joined = attention.out_proj((every @ v).transpose(1, 2).flatten(2))
         torch.testing.assert_close(joined, attention(x, key_mask=key_mask, mask=mask))
-    with pytest.raises(InputError, match="heads must be whole numbers below 6"):
+    with pytest.raises(InputError, match="heads must be whole numbers, at least one and all below 6"):
         attention.weights(x, heads=[6])
+    for heads in ([], 5, ["1"], [1.0]):
+        with pytest.raises(InputError, match="heads must be whole numbers"):
+            attention.weights(x, heads=heads)
+    assert attention.weights(x, heads=torch.tensor([1])).shape[1] == 1
 
 
 def test_redraw_is_not_known_before_it_is_drawn():
@@ -109,6 +113,7 @@ def test_an_adapter_put_in_place_of_a_layer_is_used():
             torch.nn.Sequential(inner, torch.nn.Linear(inner.out_features, inner.out_features).double()),
         )
         assert (attention(x) - before).abs().max() > 1e-3
+        torch.testing.assert_close(attention(x, x.clone()), attention(x))
 
 
 def test_a_cache_of_another_attention_or_batch_or_dtype_is_refused_and_left_alone():
@@ -231,8 +236,6 @@ def test_a_seed_beyond_its_range_and_a_class_called_directly_are_checked_alike()
         attnzoo.find("vanilla")(24, 6, dropout=2)
     with pytest.raises(OptionError, match="positions must be one of"):
         attnzoo.find("vanilla")(24, 6, positions="sideways")
-    with pytest.raises(OptionError, match="bias must be"):
-        attnzoo.find("vanilla")(24, 6, bias=0)
 
 
 @pytest.mark.parametrize("options", [{"num_kv_heads": 2}, {"name": "sparse", "pattern": "Full()", "block": 4}])
@@ -259,3 +262,10 @@ def test_what_is_no_cache_and_no_length_is_named():
         module(causal=True)(tokens(), cache={})
     with pytest.raises(OptionError, match="query_length"):
         module().visible(-1)
+    for ask in (module().density, module().draw):
+        with pytest.raises(OptionError, match="length"):
+            ask(-1)
+    with pytest.raises(InputError, match="head must be"):
+        module().draw(8, head=99)
+    with pytest.raises(InputError, match="embed token ids first"):
+        module()(torch.zeros(2, 7, 24, dtype=torch.long))

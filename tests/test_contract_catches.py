@@ -361,6 +361,14 @@ class ScoresInHalf(Sound):
         return dense(q, k, v, scope)
 
 
+@caught_by("gradients_in_lower_precision")
+class BackwardInHalf(Sound):
+    def attend(self, q, k, v, scope):
+        if q.requires_grad and q.dtype == torch.float32:
+            v.register_hook(lambda gradient: gradient.bfloat16().float())
+        return dense(q, k, v, scope)
+
+
 @caught_by("softmax_is_wide", "large_scores_stay_finite")
 class HalfSoftmax(Sound):
     def attend(self, q, k, v, scope):

@@ -209,3 +209,71 @@ def test_blocks_says_that_it_has_no_second_derivative():
     grad = torch.autograd.grad(blocks(q, k, v, scope_of(Local(1), 5, 5)).square().sum(), q, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+def test_gradients_under_autocast_are_those_without():
+    q, k, v = inputs(20, 20, dtype=torch.float32)
+    out = blocks(q, k, v, scope_of(Local(4), 20, 20)).square().sum()
+    wanted = torch.autograd.grad(out, (q, k, v), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(torch.autograd.grad(out, (q, k, v)), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frozen", range(4))
+def test_blocks_differentiates_what_asks_for_it_and_nothing_else(frozen):
+    score = Slope()
+    tensors = [*inputs(9, 9), score.slope]
+    tensors[frozen].requires_grad_(False)
+    learns = [tensor for tensor in tensors if tensor.requires_grad]
+    scope = scope_of(Local(2), 9, 9, score=score)
+    grads = [torch.autograd.grad(run(*tensors[:3], scope).square().sum(), learns) for run in (blocks, dense)]
+    torch.testing.assert_close(*grads)
+
+
+def test_blocks_computes_again_with_the_parameters_of_the_call():
+    score, other = Slope(), torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    q, k, v = inputs(9, 9)
+
+    class Model(torch.nn.Module):
+        def __init__(self, kernel):
+            super().__init__()
+            self.score, self.kernel = score, kernel
+
+        def forward(self):
+            return self.kernel(q, k, v, scope_of(Local(2), 9, 9, score=self.score))
+
+    grads = []
+    for kernel in (blocks, dense):
+        out = torch.func.functional_call(Model(kernel), {"score.slope": other}, ())
+        grads.append(torch.autograd.grad(out.square().sum(), (q, k, v, other)))
+    torch.testing.assert_close(*grads)
+
+
+def test_a_score_is_asked_only_for_places_that_exist():
+    class Table(Score):
+        def __call__(self, scores, query, key):
+            return scores + torch.arange(5, dtype=scores.dtype)[key.index]
+
+    same(blocks, *inputs(5, 5), scope_of(Local(1), 5, 5, score=Table()), block=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [fused, blocks])
+def test_gradients_in_half_precision_are_as_good_as_a_plain_implementations(kernel, dtype):
+    q, k, v = (tensor.detach().requires_grad_() for tensor in inputs(200, 200, batch=1, dtype=dtype))
+    scope = scope_of(Causal(), 200, 200)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    right = torch.autograd.grad(dense(*wide, scope).square().sum(), wide)
+    errors = []
+    for run in (kernel, plain_in_half):
+        grads = torch.autograd.grad(run(q, k, v, scope).square().sum(), (q, k, v))
+        errors.append([float((grad - exact).abs().max()) for grad, exact in zip(grads, right, strict=True)])
+    for ours, plain, exact in zip(*errors, right, strict=True):
+        assert ours <= 2 * plain + 1e-5 * float(exact.abs().max())
+
+
+def plain_in_half(q, k, v, scope):
+    """As one would write it: products in half precision, softmax in float32."""
+    k, v = (tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (k, v))
+    scores = (q @ k.mT * FEATURES**-0.5).float().masked_fill(~scope.visible(), -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v

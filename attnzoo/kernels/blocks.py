@@ -5,15 +5,17 @@ touch equally many are computed together, a part at a time, and each part is com
 stays linear.
 """
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.kernels.dense import dense, masked_softmax
+from attnzoo.kernels.dense import dense, masked_softmax, without_autocast
 from attnzoo.scope import Scope
+from attnzoo.scores import Score
 from attnzoo.shapes import Heads, Keys, Place, Queries, Span, Values
 
 PART = 2**20  # scores computed at once: 4 MiB in float32
@@ -88,8 +90,8 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *parameters: Tensor) -> Tensor:
         cut = (_cut(q, plan.tile), _cut(k, plan.block), _cut(v, plan.block))
-        ctx.save_for_backward(*cut)  # and not q, k, v: they need not stay
-        ctx.plan, ctx.parameters = plan, parameters
+        ctx.save_for_backward(*cut, *parameters)  # and not q, k, v: they need not stay
+        ctx.plan = plan
         ctx.heads, ctx.groups, ctx.lengths = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
         out = _TokenOrder(cut[0], q.shape[1], v.shape[-1])
         for part in plan.parts:
@@ -99,26 +101,47 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cut, grad = ctx.saved_tensors, _cut(grad, ctx.plan.tile)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        grad_q = _TokenOrder(cut[0], ctx.heads, cut[0].shape[-1])
-        grad_k, grad_v = (torch.zeros_like(keys, dtype=wide) for keys in cut[1:])
-        grad_parameters: list[Tensor | None] = [None] * len(ctx.parameters)
-        for part in ctx.plan.parts:
-            pieces = _gather(cut, part)
-            with torch.enable_grad():
-                for piece in pieces:
-                    piece.requires_grad_()
-                out = _attend(pieces, ctx.plan.scope, part)
-            inputs, above = [*pieces, *ctx.parameters], grad.index_select(1, part.tiles).to(wide)
-            new_q, new_k, new_v, *new = torch.autograd.grad(out, inputs, above, allow_unused=True)
+        with without_autocast(grad):
+            return _backward(ctx, _cut(grad, ctx.plan.tile))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, *saved = ctx.saved_tensors
+    needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]]
+    parameters = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs[3:], strict=True)]
+    scope = _with_parameters(ctx.plan.scope, parameters)
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    grad_q = _TokenOrder(q, ctx.heads, q.shape[-1])
+    sums = [torch.zeros_like(keys, dtype=wide) for keys in (k, v)]
+    of_parameters: list[Tensor | None] = [None] * len(parameters)
+    for part in ctx.plan.parts:
+        pieces = _gather((q, k, v), part)
+        for piece, need in zip(pieces, needs[:3], strict=True):
+            piece.requires_grad_(need)
+        with torch.enable_grad():
+            out = _attend(pieces, scope, part)
+        asked = [tensor for tensor, need in zip((*pieces, *parameters), needs, strict=True) if need]
+        found = iter(torch.autograd.grad(out, asked, grad.index_select(1, part.tiles).to(wide), allow_unused=True))
+        new_q, new_k, new_v, *new = (next(found) if need else None for need in needs)
+        if new_q is not None:
             grad_q.put(part, new_q)
-            for total, more in ((grad_k, new_k), (grad_v, new_v)):
+        for total, more in zip(sums, (new_k, new_v), strict=True):
+            if more is not None:
                 total.index_add_(1, part.blocks.flatten(), more.unflatten(2, (-1, total.shape[2])).flatten(1, 2))
-            grad_parameters = [_sum(old, more) for old, more in zip(grad_parameters, new, strict=True)]
-        queries, keys = ctx.lengths
-        joined = (total.unflatten(1, (ctx.groups, -1)).flatten(2, 3)[:, :, :keys] for total in (grad_k, grad_v))
-        return (grad_q.heads(queries), *(each.to(grad.dtype) for each in joined), None, *grad_parameters)
+        of_parameters = [_sum(old, more) for old, more in zip(of_parameters, new, strict=True)]
+    queries, keys = ctx.lengths
+    joined = (total.unflatten(1, (ctx.groups, -1)).flatten(2, 3)[:, :, :keys].to(grad.dtype) for total in sums)
+    return (grad_q.heads(queries), *joined, None, *of_parameters)
+
+
+def _with_parameters(scope: Scope, parameters: list[Tensor]) -> Scope:
+    """The scope with a score that computes with these parameters, whatever its module holds by now."""
+    if not parameters:
+        return scope
+    module = cast(torch.nn.Module, scope.score)
+    named = dict(zip((name for name, _ in module.named_parameters()), parameters, strict=True))
+    score = cast(Score, lambda *call: torch.func.functional_call(module, named, call))
+    return dataclasses.replace(scope, score=score)
 
 
 class _TokenOrder:
@@ -156,10 +179,12 @@ def _gather(cut: Three, part: Part) -> Three:
 def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     """Attention of a part's tiles over its blocks, as in `dense`."""
     q, k, v = pieces
+    last = scope.key_length - 1
+    inside = [Place(place.index.clamp(max=last), place.head) for place in (part.query, part.key)]
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
     if scope.score is not None:
-        scores = scope.score(scores, part.query, part.key)
-    weights = masked_softmax(scores, _visible(scope, part))
+        scores = scope.score(scores, *inside)
+    weights = masked_softmax(scores, _visible(scope, part, inside))
     if scope.dropout:
         generator = torch.Generator(q.device).manual_seed(part.seed)  # backward must drop the same
         kept = torch.rand(weights.shape, generator=generator, device=q.device) >= scope.dropout
@@ -167,7 +192,7 @@ def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     return weights @ v
 
 
-def _visible(scope: Scope, part: Part) -> Tensor | None:
+def _visible(scope: Scope, part: Part, inside: Any) -> Tensor | None:
     """What queries see in their blocks, None for everything; the pattern is asked only where it must be."""
     item, slot = part.partial
     if scope.pattern_alone and not len(item):
@@ -179,7 +204,6 @@ def _visible(scope: Scope, part: Part) -> Tensor | None:
         some = Place(query[item], part.query.head[item]), Place(by_block[item, :, slot], part.key.head[item])
         real = (some[0].index <= last) & (some[1].index <= last)  # no token stands where tiles and blocks are filled up
         seen[item, :, slot] = scope.pattern.sees(*some) & real
-    inside = (Place(place.index.clamp(max=last), place.head) for place in (part.query, part.key))
     return scope.less(seen.flatten(2), *inside)
 
 

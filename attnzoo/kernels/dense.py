@@ -1,5 +1,8 @@
 """The definition: softmax over the visible keys, with every score written out."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -42,3 +45,9 @@ def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
     hidden = ~visible
     lowest = torch.finfo(scores.dtype).min
     return scores.masked_fill(hidden, lowest).softmax(-1).masked_fill(hidden, 0)
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Keeps autocast out of a kernel, which chooses its own dtypes."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -20,6 +20,9 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     """
     if scope.score is not None:
         return dense(q, k, v, scope)
+    dtype = q.dtype
+    if q.device.type == "cpu" and dtype.itemsize == 2:  # there torch sums gradients in half precision, and is no faster
+        q, k, v = q.float(), k.float(), v.float()
     queries, group = q.shape[2], q.shape[1] // k.shape[1]
     all_before = scope.pattern == Causal() and queries <= 1  # the last token sees everything
     causal = scope.pattern == Causal() and queries == k.shape[2] and not all_before
@@ -37,4 +40,4 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     out = F.scaled_dot_product_attention(q, k, v, visible, scope.dropout, is_causal=causal, enable_gqa=shared)
     if fold:
         out = rearrange(out, "b g r f -> b (g r) 1 f")
-    return out if seen is None else out.masked_fill(~seen, 0)
+    return (out if seen is None else out.masked_fill(~seen, 0)).to(dtype)

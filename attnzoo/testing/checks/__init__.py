@@ -50,6 +50,7 @@ PROMISES: dict[str, tuple[Check, ...]] = {
         numbers.check_weights_are_those_of_the_pattern,
         sizes.check_fewer_key_value_heads,
         sizes.check_lower_precision,
+        sizes.check_gradients_in_lower_precision,
     ),
     "8. Nothing leaks": (
         numbers.check_later_tokens_change_nothing,

@@ -114,6 +114,31 @@ def check_lower_precision(make: Maker) -> None:
             _no_worse_than_plain(attn, tokens(attn, length), f"{dtype}, positions={positions!r}")
 
 
+def check_gradients_in_lower_precision(make: Maker) -> None:
+    """In lower precision the error of the gradients is at most twice that of a plain implementation too."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for positions in POSITIONS:
+            attn = make(dtype=dtype, positions=positions)
+            x = tokens(attn).requires_grad_()
+            got, what = _joined(attn, attn(x), x), f"{dtype}, positions={positions!r}: all gradients in one"
+            if not is_plain(attn):
+                right = _joined(attn, rounded_definition(attn)(x), x)
+                agree(
+                    got, right, f"{what}, against the definition", 8 * torch.finfo(dtype).eps * float(right.abs().max())
+                )
+                continue
+            exact, wide = copy.deepcopy(attn).double(), x.detach().double().requires_grad_()
+            right = _joined(exact, plain(exact, wide), wide)
+            others = float((_joined(attn, plain(attn, x), x) - right).abs().max())
+            agree(got, right, f"{what}, against float64", 2 * others + 1e-5 * float(right.abs().max()))
+
+
+def _joined(attn: Attention, y: Tensor, x: Tensor) -> Tensor:
+    """All gradients as one vector, as some are zero but for rounding and have no scale of their own."""
+    found = gradients(attn, y, x=x).values()
+    return torch.cat([gradient.double().flatten() for gradient in found if gradient is not None])
+
+
 def check_softmax_is_wide(make: Maker) -> None:
     """Scores and softmax have float32 at least: large scores that differ by little keep their differences."""
     for dtype in (torch.bfloat16, torch.float16):
