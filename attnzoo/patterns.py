@@ -450,7 +450,8 @@ def _read(node: ast.AST, formula: str) -> Pattern:
     if node.func.id not in known:
         near = nearest(node.func.id, known)
         hint = f" Did you mean {near}?" if near else ""
-        raise OptionError(f"pattern {formula!r}: no pattern is named {node.func.id}.{hint} There are {sorted(known)}")
+        there = ", ".join(sorted(known))
+        raise OptionError(f"pattern {formula!r}: no pattern is named {node.func.id}.{hint} There are {there}")
     try:
         values = [ast.literal_eval(value) for value in node.args]
         named = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}

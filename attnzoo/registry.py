@@ -111,7 +111,8 @@ def find(name: str) -> Callable[..., Any]:
     if not points:
         near = nearest(name, _names())
         hint = f" Did you mean '{near}'?" if near else ""
-        raise UnknownVariantError(f"no attention variant named '{name}'.{hint} There are: {sorted(_names())}")
+        there = ", ".join(sorted(_names()))
+        raise UnknownVariantError(f"no attention variant named '{name}'.{hint} There are: {there}")
     if len({point.value for point in points}) > 1:
         raise NameTakenError(f"'{name}' is claimed by {' and by '.join(map(_origin, points))}: uninstall one")
     return _load(points[0])
