@@ -360,11 +360,14 @@ class Random(Pattern):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Both(Pattern):
-    """What two patterns both allow; written `a & b`."""
+class Pair(Pattern):
+    """Two patterns joined into one: the base of `a & b` and `a | b`."""
 
     left: Pattern
     right: Pattern
+
+    def join(self, left: Tensor, right: Tensor) -> Tensor:
+        raise NotImplementedError
 
     @property
     def relative(self) -> bool:  # type: ignore[override]
@@ -374,18 +377,25 @@ class Both(Pattern):
     def per_head(self) -> bool:  # type: ignore[override]
         return self.left.per_head or self.right.per_head
 
+    def sees(self, query: Place, key: Place) -> Tensor:
+        return self.join(self.left.sees(query, key), self.right.sees(query, key))
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.join(self.left.touches(queries, keys, head), self.right.touches(queries, keys, head))
+
+    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        return self.join(self.left.covers(queries, keys, head), self.right.covers(queries, keys, head))
+
+
+class Both(Pair):
+    """What two patterns both allow; written `a & b`."""
+
+    def join(self, left: Tensor, right: Tensor) -> Tensor:
+        return left & right
+
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return self.left.causal or self.right.causal
-
-    def sees(self, query: Place, key: Place) -> Tensor:
-        return self.left.sees(query, key) & self.right.sees(query, key)
-
-    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
-        return self.left.touches(queries, keys, head) & self.right.touches(queries, keys, head)
-
-    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
-        return self.left.covers(queries, keys, head) & self.right.covers(queries, keys, head)
 
     def __str__(self) -> str:
         return " & ".join(f"({side})" if isinstance(side, Either) else str(side) for side in (self.left, self.right))
@@ -393,33 +403,15 @@ class Both(Pattern):
     __repr__ = __str__
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Either(Pattern):
+class Either(Pair):
     """What at least one of two patterns allows; written `a | b`."""
 
-    left: Pattern
-    right: Pattern
-
-    @property
-    def relative(self) -> bool:  # type: ignore[override]
-        return self.left.relative and self.right.relative
-
-    @property
-    def per_head(self) -> bool:  # type: ignore[override]
-        return self.left.per_head or self.right.per_head
+    def join(self, left: Tensor, right: Tensor) -> Tensor:
+        return left | right
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return self.left.causal and self.right.causal
-
-    def sees(self, query: Place, key: Place) -> Tensor:
-        return self.left.sees(query, key) | self.right.sees(query, key)
-
-    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
-        return self.left.touches(queries, keys, head) | self.right.touches(queries, keys, head)
-
-    def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
-        return self.left.covers(queries, keys, head) | self.right.covers(queries, keys, head)
 
     def __str__(self) -> str:
         return f"{self.left} | {self.right}"
@@ -446,7 +438,7 @@ def _read(node: ast.AST, formula: str) -> Pattern:
         return left & right if isinstance(node.op, ast.BitAnd) else left | right
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise OptionError(f"pattern {formula!r}: only patterns, & and | may stand here, as in 'Local(128) | Global(4)'")
-    known = {kind.__name__: kind for kind in Pattern.__subclasses__() if kind not in (Both, Either)}
+    known = {kind.__name__: kind for kind in Pattern.__subclasses__() if kind is not Pair}
     if node.func.id not in known:
         near = nearest(node.func.id, known)
         hint = f" Did you mean {near}?" if near else ""
