@@ -115,16 +115,10 @@ class Attention(nn.Module):
     # What a user calls
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        values: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        mask: Tensor | None = None,
-        documents: Tensor | None = None,
+        self, x: Tensor, context: Tensor | None = None, *, values: Tensor | None = None,
+        key_mask: Tensor | None = None, mask: Tensor | None = None, documents: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Tokens [b, q, e] to tokens [b, q, e].
 
         Args:
@@ -148,16 +142,10 @@ class Attention(nn.Module):
         return self.projection.output(self, heads)
 
     def weights(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        mask: Tensor | None = None,
-        documents: Tensor | None = None,
-        heads: Sequence[int] | None = None,
-        queries: Sequence[int] | None = None,
-    ) -> Tensor:
+        self, x: Tensor, context: Tensor | None = None, *,
+        key_mask: Tensor | None = None, mask: Tensor | None = None, documents: Tensor | None = None,
+        heads: Sequence[int] | None = None, queries: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
         """The attention weights [b, h, q, k] of chosen heads and queries, or all, computed densely without dropout.
 
         Raises:
@@ -219,15 +207,9 @@ class Attention(nn.Module):
     # How a call is opened
 
     def _open(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        values: Tensor | None,
-        key_mask: Tensor | None,
-        mask: Tensor | None,
-        documents: Tensor | None,
-        cache: Cache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Scope, Tensor | None]:
+        self, x: Tensor, context: Tensor | None, values: Tensor | None,
+        key_mask: Tensor | None, mask: Tensor | None, documents: Tensor | None, cache: Cache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Scope, Tensor | None]:  # fmt: skip
         """Checks everything, hides padding and projects: q, k, v, the scope, and the key mask for the cache to keep."""
         self._check_tokens("x", x)
         crossed = context is not None or values is not None
@@ -311,18 +293,10 @@ class Attention(nn.Module):
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern = Full(),  # noqa: B008 (a frozen value)
-    *,
-    key_mask: Tensor | None = None,
-    mask: Tensor | None = None,
-    documents: Tensor | None = None,
-    score: Score | None = None,
-    dropout: float = 0.0,
-    block: int = 64,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = Full(), *,  # noqa: B008 (a frozen value)
+    key_mask: Tensor | None = None, mask: Tensor | None = None, documents: Tensor | None = None,
+    score: Score | None = None, dropout: float = 0.0, block: int = 64,
+) -> Tensor:  # fmt: skip
     """Attention of q [b, h, q, d] over k [b, g, k, d] and v [b, g, k, f], without projections: [b, h, q, f].
 
     Full and causal patterns go through torch's fused attention, all others through blocks of `block` keys.
@@ -353,16 +327,8 @@ def attend(
         )
     key_mask = check_key_mask(key_mask, batch, keys)
     query, key = places(heads, queries, keys, q.device)
-    scope = Scope(
-        pattern,
-        query,
-        key,
-        key_mask,
-        check_mask(mask, batch, heads, queries, keys),
-        check_documents(documents, batch, queries, keys),
-        score,
-        share("dropout", dropout),
-    )
+    mask, documents = check_mask(mask, batch, heads, queries, keys), check_documents(documents, batch, queries, keys)
+    scope = Scope(pattern, query, key, key_mask, mask, documents, score, share("dropout", dropout))
     if key_mask is not None:
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
     with without_autocast(q):

@@ -13,20 +13,11 @@ from attnzoo.variants.sparse import Sparse
     examples=({"block": 2, "random_blocks": 1}, {"block": 3, "window_blocks": 1, "num_kv_heads": 2, "seed": 5}),
 )
 def bigbird(
-    d_model: int,
-    num_heads: int,
-    *,
-    block: int = 64,
-    window_blocks: int = 3,
-    global_blocks: int = 1,
-    random_blocks: int = 3,
-    seed: int = 0,
+    d_model: int, num_heads: int, *,
+    block: int = 64, window_blocks: int = 3, global_blocks: int = 1, random_blocks: int = 3, seed: int = 0,
     num_kv_heads: int | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    bias: bool = True,
-    positions: PositionKind = "none",
-) -> Sparse:
+    causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+) -> Sparse:  # fmt: skip
     """BigBird: each block sees its neighbours, the first blocks, and random blocks that differ from head to head.
 
     Args:
@@ -54,13 +45,6 @@ def bigbird(
     if whole("random_blocks", random_blocks, least=0):
         pattern = pattern | Random(random_blocks, block, seed, near=near, first=global_blocks)
     return Sparse(
-        d_model,
-        num_heads,
-        pattern=pattern,
-        block=block,
-        num_kv_heads=num_kv_heads,
-        causal=causal,
-        dropout=dropout,
-        bias=bias,
-        positions=positions,
-    )
+        d_model, num_heads, pattern=pattern, block=block, num_kv_heads=num_kv_heads,
+        causal=causal, dropout=dropout, bias=bias, positions=positions,
+    )  # fmt: skip

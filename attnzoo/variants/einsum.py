@@ -25,15 +25,9 @@ class Einsum(Attention):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
+        self, d_model: int, num_heads: int, *,
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> None:  # fmt: skip
         projection = Separate(d_model, num_heads, bias=bias)
         super().__init__(projection, Full(), causal=causal, dropout=dropout, positions=positions)
 

@@ -25,16 +25,10 @@ class GQA(Attention):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
+        self, d_model: int, num_heads: int, *,
         num_kv_heads: int,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> None:  # fmt: skip
         projection = Separate(d_model, num_heads, num_kv_heads, bias)
         super().__init__(projection, Full(), causal=causal, dropout=dropout, positions=positions)
 

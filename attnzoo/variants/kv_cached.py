@@ -28,16 +28,10 @@ class KVCached(Attention):
     without = frozenset({"bidirectional"})
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
+        self, d_model: int, num_heads: int, *,
         num_kv_heads: int | None = None,
-        causal: bool = True,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
+        causal: bool = True, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> None:  # fmt: skip
         if not causal:
             raise OptionError("kv_cached is causal only: leave out causal=False, or use gqa")
         projection = Separate(d_model, num_heads, num_kv_heads, bias)

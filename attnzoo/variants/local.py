@@ -11,18 +11,10 @@ from attnzoo.variants.sparse import Sparse
     "local", examples=({"radius": 2, "block": 4}, {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
 )
 def local(
-    d_model: int,
-    num_heads: int,
-    *,
-    radius: int = 128,
-    global_tokens: int = 0,
-    block: int = 64,
-    num_kv_heads: int | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
-    bias: bool = True,
-    positions: PositionKind = "none",
-) -> Sparse:
+    d_model: int, num_heads: int, *,
+    radius: int = 128, global_tokens: int = 0, block: int = 64, num_kv_heads: int | None = None,
+    causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+) -> Sparse:  # fmt: skip
     """Sliding-window attention: a token sees `radius` tokens to each side and itself; the first tokens can be global.
 
     Args:
@@ -38,13 +30,6 @@ def local(
     if whole("global_tokens", global_tokens, least=0):
         pattern = pattern | Global(global_tokens)
     return Sparse(
-        d_model,
-        num_heads,
-        pattern=pattern,
-        block=block,
-        num_kv_heads=num_kv_heads,
-        causal=causal,
-        dropout=dropout,
-        bias=bias,
-        positions=positions,
-    )
+        d_model, num_heads, pattern=pattern, block=block, num_kv_heads=num_kv_heads,
+        causal=causal, dropout=dropout, bias=bias, positions=positions,
+    )  # fmt: skip

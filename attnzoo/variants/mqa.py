@@ -7,14 +7,9 @@ from attnzoo.variants.gqa import GQA
 
 @register("mqa", examples=({},))
 def mqa(
-    d_model: int,
-    num_heads: int,
-    *,
-    causal: bool = False,
-    dropout: float = 0.0,
-    bias: bool = True,
-    positions: PositionKind = "none",
-) -> GQA:
+    d_model: int, num_heads: int, *,
+    causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+) -> GQA:  # fmt: skip
     """Multi-query attention: all query heads share one key-value head.
 
     Source: Shazeer 2019, section 3, arXiv:1911.02150.

@@ -46,22 +46,11 @@ class RandomSparse(Attention):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        keys: int = 64,
-        block: int = 1,
-        ratio: float | None = None,
-        seed: int = 0,
-        redraw: bool = False,
-        train_only: bool = False,
-        num_kv_heads: int | None = None,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
+        self, d_model: int, num_heads: int, *,
+        keys: int = 64, block: int = 1, ratio: float | None = None, seed: int = 0, redraw: bool = False,
+        train_only: bool = False, num_kv_heads: int | None = None,
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> None:  # fmt: skip
         if ratio is None and whole("keys", keys) % whole("block", block):
             raise OptionError(f"keys = {keys} must be a multiple of block = {block}")
         drawn = Random(None if ratio is not None else keys // block, block, seed, share=ratio)

@@ -32,18 +32,10 @@ class Sparse(Attention):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        pattern: Pattern | str,
-        block: int = 64,
-        num_kv_heads: int | None = None,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
+        self, d_model: int, num_heads: int, *,
+        pattern: Pattern | str, block: int = 64, num_kv_heads: int | None = None,
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> None:  # fmt: skip
         projection = Separate(d_model, num_heads, num_kv_heads, bias)
         pattern = parse(pattern) if isinstance(pattern, str) else pattern
         super().__init__(projection, pattern, causal=causal, dropout=dropout, positions=positions)
