@@ -319,6 +319,10 @@ def attend(
             f"q [b, h, q, d], k [b, g, k, d] and v [b, g, k, f] must agree, and g divide h: "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
+    if not isinstance(pattern, Pattern):
+        raise InputError(f"pattern must be a pattern, such as Local(128) & Causal(), not {pattern!r}")
+    if len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise InputError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
     if documents is not None and not pattern.relative:
         raise NotSupportedError(f"{pattern} knows places of the whole sequence, so that documents can't start anew")
     if queries > keys and pattern != Full():
@@ -332,7 +336,7 @@ def attend(
     if key_mask is not None:
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
     with without_autocast(q):
-        return fused(q, k, v, scope) if pattern in (Full(), Causal()) else blocks(q, k, v, scope, block)
+        return fused(q, k, v, scope) if pattern in (Full(), Causal()) else blocks(q, k, v, scope, whole("block", block))
 
 
 def _hide(tokens: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -124,10 +124,12 @@ def recipe_schema(factory: Callable, taken: Collection[str] = ()) -> type:
     return dataclasses.make_dataclass(_label(factory), fields)
 
 
-def whole(name: str, value: object, least: int = 1) -> int:
-    """Checks a count: an int, not a bool, and not below `least`."""
+def whole(name: str, value: object, least: int = 1, most: int = 2**31 - 1) -> int:
+    """Checks a count: an int, not a bool, from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if value > most:
+        raise OptionError(f"{name} must be at most {most}, not {value}")
     return value
 
 
@@ -179,5 +181,5 @@ def _fits(value: object, kind: typing.Any) -> bool:
     if isinstance(value, bool) and kind is not bool:
         return False
     if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+        return isinstance(value, int | float) and -math.inf < value < math.inf
     return isinstance(value, origin or kind)

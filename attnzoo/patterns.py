@@ -62,6 +62,8 @@ class Pattern:
 
     def __and__(self, other: "Pattern") -> "Pattern":
         """What both let a query see."""
+        if not isinstance(other, Pattern):
+            return NotImplemented
         if isinstance(other, Both):  # one shape for a chain, so that equal formulas are equal values
             return self & other.left & other.right
         if isinstance(self, Full) or self == other:
@@ -70,6 +72,8 @@ class Pattern:
 
     def __or__(self, other: "Pattern") -> "Pattern":
         """What either lets a query see."""
+        if not isinstance(other, Pattern):
+            return NotImplemented
         if isinstance(other, Either):
             return self | other.left | other.right
         if isinstance(self, Full) or self == other:
@@ -323,7 +327,7 @@ class Random(Pattern):
         whole("block", self.block)
         whole("near", self.near, least=0)
         whole("first", self.first, least=0)
-        if whole("seed", self.seed, least=0) > _LOW_32:
+        if whole("seed", self.seed, least=0, most=2**63) > _LOW_32:
             raise OptionError(f"seed must be below 2**32, not {self.seed}")
 
     def sees(self, query: Place, key: Place) -> Tensor:
@@ -419,12 +423,17 @@ class Either(Pair):
     __repr__ = __str__
 
 
+LONGEST = 1_000  # characters of a formula
+
+
 def parse(formula: str) -> Pattern:
     """Reads a pattern from its formula, `Local(128) & Causal()` say; nothing is evaluated.
 
     Raises:
         OptionError: a name is no pattern, an argument is no plain number, or the text is no formula.
     """
+    if not isinstance(formula, str) or len(formula) > LONGEST:
+        raise OptionError(f"a formula is text of at most {LONGEST} characters, not {str(formula)[:40]!r}")
     try:
         tree = ast.parse(formula.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -152,6 +152,6 @@ class Fused(Projection):
 
 def _check_divides(name: str, part: int, of: str, total: int) -> None:
     if total % part:
-        fits = [size for size in range(1, total + 1) if total % size == 0]
+        fits = [1, *(size for size in range(max(2, part - 1000), part + 1001) if total % size == 0)]
         near = sorted(sorted(fits, key=lambda size: abs(size - part))[:4])
         raise OptionError(f"{name} = {part} does not divide {of} = {total}; {', '.join(map(str, near))} would")

@@ -76,7 +76,9 @@ def register(name: str, *, examples: Iterable[Mapping[str, Any]] | None = None) 
         missing = [option for option in EVERY_VARIANT if option not in options(factory)]
         if missing:
             raise OptionError(f"{_home(factory)}: every variant also takes {', '.join(missing)}")
-        holders = [CATALOGUE[name]] if name in CATALOGUE else [point.value for point in _plugins(name)]
+        own = factory.__module__.partition(".")[0]  # a package may name its variant by another way to the same object
+        plugins = [point.value for point in _plugins(name) if re.split("[.:]", point.value)[0] != own]
+        holders = [CATALOGUE[name]] if name in CATALOGUE else plugins
         holders += [_home(_registered[name])] if name in _registered else []
         if any(holder != _home(factory) for holder in holders):
             raise NameTakenError(f"'{name}' is taken by {holders[0]}: give {_home(factory)} another name")
@@ -133,6 +135,7 @@ def list_variants(pattern: str = "*", supports: Iterable[str] = ()) -> list[str]
     Raises:
         OptionError: a feature has no meaning.
     """
+    supports = (supports,) if isinstance(supports, str) else supports
     wanted = {choice("supports", feature, FEATURES) for feature in supports}
     for point in _plugins():
         if point.name in CATALOGUE and point.value != CATALOGUE[point.name]:
@@ -164,12 +167,15 @@ def describe(name: str) -> Description:
 
 def supports(factory: Callable[..., Any]) -> frozenset[str]:
     """The features that any setting of a variant supports, found by building it small with its examples."""
+    import torch  # here, because listing names needs none
+
     found = {"kv_heads"} if "num_kv_heads" in options(factory) else set()
     examples: Iterable[Mapping[str, Any]] = getattr(factory, "examples", ({},))
     for example in examples:
         for causal in (False, True):
             try:
-                found |= factory(**{"d_model": 8, "num_heads": 2, "causal": causal, **example}).supports
+                with torch.random.fork_rng(devices=[]):  # to look at the zoo changes no experiment
+                    found |= factory(**{"d_model": 8, "num_heads": 2, "causal": causal, **example}).supports
             except OptionError:
                 continue  # a causal setting that it does without
     return frozenset(found)

@@ -279,3 +279,16 @@ def plain_in_half(q, k, v, scope):
     k, v = (tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).float().masked_fill(~scope.visible(), -torch.inf)
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def test_a_block_larger_than_the_sequence_is_no_larger():
+    same(blocks, *inputs(5, 5), scope_of(Local(1), 5, 5), block=10**9)
+
+
+@pytest.mark.parametrize(("change", "says"), [({"block": 0}, "block"), ({"pattern": "Local(1)"}, "pattern must be")])
+def test_attend_names_what_is_no_pattern_and_no_block(change, says):
+    q, k, v = inputs(5, 5)
+    with pytest.raises(ValueError, match=says):
+        attend(q, k, v, **{"pattern": Local(1), **change})
+    with pytest.raises(ValueError, match="one dtype"):
+        attend(q, k.float(), v)

@@ -158,6 +158,8 @@ def test_no_product_overflows_at_two_billion_tokens():
         ("Local(2) &", "no formula"),
         ("", "no formula"),
         ("(" * 500, "no formula"),
+        ("Local(1) & " * 500 + "Full()", "at most 1000 characters"),
+        (5, "at most 1000 characters"),
     ],
 )
 def test_a_wrong_formula_gets_one_clear_message(formula, says):

@@ -276,3 +276,35 @@ def test_a_package_outside_is_checked_and_trained_without_a_change_here(install)
     assert "near" in {variant["name"] for variant in json.loads(attnzoo_command("list", "--json"))}
     assert "held" in attnzoo_command("check", "near")
     assert json.loads(attnzoo_command("train", "near.yaml", "--json"))["variant"] == "near"
+
+
+def test_a_plugin_may_name_its_variant_through_a_re_export(install):
+    core = PLUGIN.replace("class Near", "@register('near')\nclass Near").replace(
+        "from attnzoo.projections", "from attnzoo.registry import register\nfrom attnzoo.projections"
+    )
+    folder = install("good", {"near": "plugin_pack:Near"})
+    (folder / "plugin_pack").mkdir()
+    (folder / "plugin_pack" / "core.py").write_text(core)
+    (folder / "plugin_pack" / "__init__.py").write_text("from plugin_pack.core import Near\n")
+    assert attnzoo.build("near", d_model=8, num_heads=2).pattern == attnzoo.Local(1)
+
+
+def test_to_look_at_the_zoo_changes_no_experiment():
+    import torch
+
+    before = torch.get_rng_state()
+    attnzoo.describe("bigbird")
+    attnzoo.list_variants(supports="cache")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_numbers_beyond_reason_are_refused_at_once():
+    for name, options in (
+        ("local", {"radius": 10**30}),
+        ("random_sparse", {"keys": 2**62}),
+        ("vanilla", {"dropout": 10**400}),
+    ):
+        with pytest.raises(OptionError, match=f"{next(iter(options))}"):
+            attnzoo.build(name, 24, 6, **options)
+    with pytest.raises(OptionError, match="num_heads = 7 does not divide"):
+        attnzoo.build("vanilla", 2**30, 7)

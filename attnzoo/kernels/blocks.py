@@ -45,12 +45,13 @@ class Plan(NamedTuple):
 def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Heads:
     """Attention over the blocks of keys that the pattern touches.
 
-    Cost: O(p d) time for p pairs in the touched blocks; O(h (q + k) d) memory and a fixed amount for the part at work.
+    Cost: O(p d) time for p pairs in the touched blocks; O(h (q + k) d) memory, a fixed amount for the part, and a
+    table of h (q / block) (k / block) entries, so that very small blocks take memory too.
     """
     if q.numel() == 0 or k.shape[2] == 0:
         return dense(q, k, v, scope)  # nothing to cut
     parameters: list[Tensor] = list(scope.score.parameters()) if isinstance(scope.score, torch.nn.Module) else []
-    tile = min(block, q.shape[2])
+    tile, block = min(block, q.shape[2]), min(block, k.shape[2])
     plan = Plan(scope, list(_parts(q, k, scope, tile, block)), tile, block)
     return _Blocks.apply(q, k, v, plan, *parameters)
 
