@@ -230,7 +230,7 @@ class Attention(nn.Module):
         pattern = self.current_pattern()
         own = None if key_mask is None else key_mask[:, before:]
         if crossed:
-            q = self.projection.queries(self, x)
+            q = self.projection.queries(self, _hide(x, own) if context is x else x)
             entries = self.projection.entries(self, _hide(context, own), _hide(values, own))
         else:
             q, entries = self.projection.self_entries(self, _hide(x, own))
@@ -347,7 +347,8 @@ def _chosen(name: str, chosen: Iterable[Any] | None, count: int, device: torch.d
     if chosen is None:
         return torch.arange(count, device=device)
     try:
-        numbers = [operator.index(number) for number in chosen]
+        listed = chosen.tolist() if isinstance(chosen, Tensor) else list(chosen)
+        numbers = [] if any(isinstance(number, bool) for number in listed) else [operator.index(n) for n in listed]
     except TypeError:
         numbers = []
     if not numbers or not all(-count <= number < count for number in numbers):

@@ -423,7 +423,7 @@ class Either(Pair):
     __repr__ = __str__
 
 
-LONGEST = 1_000  # characters of a formula
+LONGEST = 100  # a chain that can still be walked
 
 
 def parse(formula: str) -> Pattern:
@@ -432,8 +432,8 @@ def parse(formula: str) -> Pattern:
     Raises:
         OptionError: a name is no pattern, an argument is no plain number, or the text is no formula.
     """
-    if not isinstance(formula, str) or len(formula) > LONGEST:
-        raise OptionError(f"a formula is text of at most {LONGEST} characters, not {str(formula)[:40]!r}")
+    if not isinstance(formula, str) or formula.count("&") + formula.count("|") > LONGEST:
+        raise OptionError(f"a formula is text with at most {LONGEST} of & and |, not {str(formula)[:40]!r}")
     try:
         tree = ast.parse(formula.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -457,7 +457,7 @@ def _read(node: ast.AST, formula: str) -> Pattern:
         values = [ast.literal_eval(value) for value in node.args]
         named = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in node.keywords}
         return known[node.func.id](*values, **named)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"pattern {formula!r}: {node.func.id}: {error}") from None
 
 

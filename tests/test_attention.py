@@ -67,7 +67,7 @@ def test_weights_of_some_heads_and_queries_are_those_of_all():
         torch.testing.assert_close(joined, attention(x, key_mask=key_mask, mask=mask))
     with pytest.raises(InputError, match="heads must be whole numbers, at least one and all below 6"):
         attention.weights(x, heads=[6])
-    for heads in ([], 5, ["1"], [1.0]):
+    for heads in ([], 5, ["1"], [1.0], [True], torch.ones(6, dtype=torch.bool)):
         with pytest.raises(InputError, match="heads must be whole numbers"):
             attention.weights(x, heads=heads)
     assert attention.weights(x, heads=torch.tensor([1])).shape[1] == 1
@@ -269,3 +269,15 @@ def test_what_is_no_cache_and_no_length_is_named():
         module().draw(8, head=99)
     with pytest.raises(InputError, match="embed token ids first"):
         module()(torch.zeros(2, 7, 24, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name", ["gqa", "fused_qkv"])
+def test_padding_is_not_felt_where_only_values_come_from_elsewhere(name):
+    attention, x, values = module(name), tokens(), tokens()
+    key_mask = (torch.arange(7) < 5).expand(2, -1)
+    dirty = x.masked_fill(~key_mask[..., None], torch.nan).requires_grad_()
+    for context in (None, dirty):
+        y = attention(dirty, context, values=values, key_mask=key_mask)
+        grads = torch.autograd.grad(y[:, :5].square().sum(), [dirty, *attention.parameters()])
+        assert all(grad.isfinite().all() for grad in grads)
+        assert not grads[0][:, 5:].any()

@@ -10,8 +10,3 @@ for name in attnzoo.list_variants():
 
     globals()[f"test_{name}"] = test_contract
 del test_contract
-
-
-@attnzoo.testing.parametrize("sparse", pattern="Full()", block=4)
-def test_blocks_where_everything_is_seen(check):
-    check()

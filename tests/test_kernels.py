@@ -292,3 +292,14 @@ def test_attend_names_what_is_no_pattern_and_no_block(change, says):
         attend(q, k, v, **{"pattern": Local(1), **change})
     with pytest.raises(ValueError, match="one dtype"):
         attend(q, k.float(), v)
+
+
+@pytest.mark.parametrize("fact", ["key_mask", "mask", "documents"])
+def test_a_mask_that_is_changed_before_backward_is_noticed(fact):
+    q, k, v = inputs(9, 9)
+    facts = masks("everything", 9, 9)
+    facts["documents"] = facts["documents"].clone()
+    out = blocks(q, k, v, scope_of(Local(2), 9, 9, **facts)).square().sum()
+    facts[fact].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()

@@ -19,6 +19,7 @@ PATTERNS = [
     Global(2),
     Global(1, block=4),
     Heads(0, 2),
+    Heads(*range(300)),
     Random(2),
     Random(3, block=4, seed=7, near=1, first=1),
     Random(share=0.25),
@@ -158,8 +159,8 @@ def test_no_product_overflows_at_two_billion_tokens():
         ("Local(2) &", "no formula"),
         ("", "no formula"),
         ("(" * 500, "no formula"),
-        ("Local(1) & " * 500 + "Full()", "at most 1000 characters"),
-        (5, "at most 1000 characters"),
+        ("Local(1) & " * 500 + "Full()", "at most 100 of"),
+        (5, "at most 100 of"),
     ],
 )
 def test_a_wrong_formula_gets_one_clear_message(formula, says):

@@ -112,7 +112,7 @@ def test_names_are_sorted_and_take_wildcards():
 
 
 def test_supports_filters_by_what_was_built():
-    assert set(attnzoo.list_variants(supports=("cross",))) == {"vanilla", "einsum", "fused_qkv", "gqa", "mqa"}
+    assert set(attnzoo.list_variants(supports=("cross",))) == {"vanilla", "einsum", "fused_qkv", "gqa", "mqa", "sparse"}
     assert attnzoo.list_variants(supports=("causal", "cache")) == attnzoo.list_variants()
     assert "kv_cached" not in attnzoo.list_variants(supports=("bidirectional",))
     with pytest.raises(OptionError, match="did you mean 'causal'"):

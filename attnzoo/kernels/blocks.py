@@ -91,7 +91,12 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *parameters: Tensor) -> Tensor:
         cut = (_cut(q, plan.tile), _cut(k, plan.block), _cut(v, plan.block))
-        ctx.save_for_backward(*cut, *parameters)  # and not q, k, v: they need not stay
+        masks = (
+            plan.scope.key_mask,
+            plan.scope.mask,
+            plan.scope.documents,
+        )  # torch notices if they are changed meanwhile
+        ctx.save_for_backward(*cut, *masks, *parameters)  # and not q, k, v: they need not stay
         ctx.plan = plan
         ctx.heads, ctx.groups, ctx.lengths = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
         out = _TokenOrder(cut[0], q.shape[1], v.shape[-1])
@@ -107,10 +112,11 @@ class _Blocks(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, *saved = ctx.saved_tensors
+    q, k, v, key_mask, mask, documents, *saved = ctx.saved_tensors
     needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]]
     parameters = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs[3:], strict=True)]
-    scope = _with_parameters(ctx.plan.scope, parameters)
+    scope = dataclasses.replace(ctx.plan.scope, key_mask=key_mask, mask=mask, documents=documents)
+    scope = _with_parameters(scope, parameters)
     wide = torch.promote_types(grad.dtype, torch.float32)
     grad_q = _TokenOrder(q, ctx.heads, q.shape[-1])
     sums = [torch.zeros_like(keys, dtype=wide) for keys in (k, v)]

@@ -16,6 +16,7 @@ from attnzoo.scope import Scope
     examples=(
         {"pattern": "Local(2) | Global(1)", "block": 4},
         {"pattern": "Heads(0) | Local(1)", "block": 3, "num_kv_heads": 2},
+        {"pattern": "Full()", "block": 4},
     ),
 )
 class Sparse(Attention):

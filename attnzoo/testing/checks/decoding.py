@@ -28,7 +28,7 @@ from attnzoo.testing.probes import (
     tokens,
 )
 
-SPLITS = ((LENGTH,), (1,) * LENGTH, (LENGTH - 1, 1), (1, LENGTH - 1), (3, 2, 1, 5), (0, 4, 0, 0, 7, 0))
+SPLITS = ((LENGTH,), (1,) * LENGTH, (LENGTH - 1, 1), (1, LENGTH - 1), (3, 4, 1, 3), (0, 4, 0, 0, 7, 0))
 
 
 def decode(attn: Attention, x: Tensor, pieces: Sequence[int], cache: Cache | None = None, **masks: Tensor) -> Tensor:

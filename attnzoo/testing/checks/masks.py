@@ -56,7 +56,7 @@ def check_whole_numbers_are_masks(make: Maker) -> None:
 
 
 def check_float_masks_are_refused(make: Maker) -> None:
-    """A float mask is a MaskError, whichever float type and numbers it has."""
+    """A float mask is a MaskError, whichever float type and numbers it has; so are float documents."""
     attn = make()
     x, key_mask, mask = tokens(attn), some(BATCH, LENGTH, seed=2), some(LENGTH, LENGTH, seed=3)
     for dtype in DTYPES:
@@ -64,6 +64,9 @@ def check_float_masks_are_refused(make: Maker) -> None:
             added = torch.zeros(given.shape, dtype=dtype).masked_fill(~given, -torch.inf)
             for kind, floats in (("0 and 1", given.to(dtype)), ("0 and -inf", added)):
                 refuses(MaskError, f"a {name} of {kind} in {dtype}", attn, x, **{name: floats}, naming=(name,))
+        if "documents" in attn.supports:
+            ids = documents_of(BATCH, LENGTH).to(dtype)
+            refuses(MaskError, f"documents in {dtype}", attn, x, documents=ids, naming=("documents",))
 
 
 def check_other_mask_shapes_are_refused(make: Maker) -> None:
