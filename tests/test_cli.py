@@ -197,6 +197,7 @@ def test_what_can_not_be_checked_is_refused(run, somewhere):
     refused(run("check", "exits.py:X"), "can't be imported: SystemExit")
     refused(run("check", "missing.py:X"), "can't be imported: FileNotFoundError")
     refused(run("check", "no.such.module:X"), "No module named 'no'")
+    refused(run("check", "os:path"), "os:path is a module, not a class or a function")
     refused(run("check", "broken.py:Needy"), "'reach' is missing", "examples = ")
 
 
@@ -285,10 +286,17 @@ def test_a_dry_run_builds_everything_and_writes_nothing(run):
         (["tiny.yaml", "attention.name=kv_cached"], ["radius"]),
         (["tiny.yaml", "train.batch_size=1000"], ["1000 sequences"]),
         (["tiny.yaml", "train.precision=16-true"], ["train.precision"]),
+        (["nothing.yaml"], ["task.name: is missing", "attention.name: is missing"]),
+        (["tiny.yaml", "train.num_nodes=2"], ["train.num_nodes is 2", "torchrun or SLURM"]),
+        (["tiny.yaml", "train.seed=9223372036854775"], ["train.seed: must be at most"]),
+        (["tiny.yaml", "train.lr=1e38"], ["train.lr: must be at most 1e+30"]),
+        (["kv_cached", "task.path=empty.yaml"], ["override 'task.path=empty.yaml': task.path", "too short"]),
+        (["random_sparse", "attention.ratio=2"], ["attention.ratio", "(0, 1]"]),
     ],
 )
 def test_wrong_input_is_one_message_status_2_and_no_run(run, somewhere, arguments, said, dry):
     (somewhere / "empty.yaml").write_text("")
+    (somewhere / "nothing.yaml").write_text("{}")
     (somewhere / "list.yaml").write_text("- 1\n- 2\n")
     refused(run("train", *arguments, *dry), *said)
 

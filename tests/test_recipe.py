@@ -683,3 +683,8 @@ class TestMarkedYaml:
         document, _ = read(dump({"a": value}), "x")
         assert document.plain() == {"a": value}
         assert type(document.plain()["a"]) is type(value)
+
+
+def test_a_required_value_of_the_wrong_type_is_one_problem():
+    text = "task: {name: needle}\nattention: {name: vanilla, num_heads: true}\n"
+    assert problem(text) == "x.yaml:2: attention.num_heads: wants int, not True"

@@ -145,7 +145,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_list():
         ("bigbird", {"window_blocks": 2}, "window_blocks must be odd.*1 or 3"),
         ("bigbird", {"seed": -1}, "seed"),
         ("random_sparse", {"keys": 5, "block": 2}, "keys = 5 must be a multiple of block = 2"),
-        ("random_sparse", {"ratio": 1.5}, "share"),
+        ("random_sparse", {"ratio": 1.5}, "ratio must be"),
         ("kv_cached", {"causal": False}, "causal only"),
         ("sparse", {"pattern": "Locl(2)"}, "Did you mean Local"),
     ],

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +57,12 @@ def load(source: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-        return getattr(module, attribute)
+        found = getattr(module, attribute)
     except (Exception, SystemExit) as error:
         raise UnknownVariantError(f"{source} can't be imported: {type(error).__name__}: {error}") from error
+    if not inspect.isclass(found) and not inspect.isfunction(found):
+        raise UnknownVariantError(f"{source} is a {type(found).__name__}, not a class or a function")
+    return found
 
 
 def advice(report: "Report") -> str:

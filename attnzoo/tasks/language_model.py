@@ -46,7 +46,7 @@ class LanguageModel(Task):
         if path is not None:
             source = f"{path} ({sum(map(len, parts.values())):,} characters, {shortest:,} in the smallest split)"
         if shortest <= LEAST:
-            raise RecipeError(f"the text is too short for any sequence: {source}")
+            raise RecipeError(f"{'path: ' if path else ''}the text is too short for any sequence: {source}")
         self.length = check_length(length, LEAST, shortest - 1, source)
         self.seed = seed
         frequent = Counter(parts["train"]).most_common(VOCABULARY - 1)
@@ -120,7 +120,7 @@ def file_parts(path: str) -> dict[str, str]:
     except UnicodeDecodeError as error:
         raise RecipeError(f"path: {path} is not text in UTF-8 (see byte {error.start}); convert it first") from None
     except FileNotFoundError:
-        raise RecipeError(f"path: there is no file {path}") from None
+        raise RecipeError(f"path: there is no file {path} (looked for {file.absolute()})") from None
     except (OSError, ValueError) as error:
         raise RecipeError(f"path: {path} can't be read: {error}") from None
     first, second = len(text) * 90 // 100, len(text) * 95 // 100

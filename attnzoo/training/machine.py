@@ -49,6 +49,10 @@ def choose(settings: TrainSettings) -> Machine:
     if devices > there:
         unit = "CPU cores" if accelerator == "cpu" else "GPUs"
         raise OptionError(f"train.devices is {devices}, but this machine has {there} {unit}")
+    if settings.num_nodes > 1 and not any(name in os.environ for name in ("MASTER_ADDR", "SLURM_NTASKS")):
+        raise OptionError(
+            f"train.num_nodes is {settings.num_nodes}, but nothing here starts the other nodes: use torchrun or SLURM"
+        )
     if settings.batch_size % (devices * settings.num_nodes):
         raise OptionError(
             f"train.batch_size is {settings.batch_size} and can't be dealt out evenly to "

@@ -63,10 +63,10 @@ class ProgressBar:
 
 def interval(max_steps: int, valid_every: int) -> int:
     """Steps from one line to the next: a divisor or a multiple of the steps from one validation to the next."""
-    least = math.ceil(max_steps / LINES)
+    least, valid_every = math.ceil(max_steps / LINES), min(valid_every, max_steps)
     if valid_every < least:
         return math.ceil(least / valid_every) * valid_every
-    return next(steps for steps in range(least, valid_every + 1) if valid_every % steps == 0)
+    return next(valid_every // lines for lines in range(valid_every // least, 0, -1) if valid_every % lines == 0)
 
 
 def scores(row: dict[str, float]) -> dict[str, float]:

@@ -45,7 +45,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = find(source)
     merged = merge(path, overrides)
     checker = Checker(merged, nowhere=Place(str(path), 1))
-    plain = checker.plain() if merged.sections else {}
+    plain = checker.plain() if merged.sections or not merged.problems else {}
     if not (merged.problems or checker.problems):
         _build(plain, checker)
     if problems := merged.problems + checker.problems:

@@ -151,8 +151,11 @@ class Checker:
                 )
                 self.problem(section, key, f"{marked} names no value" + (f" (did you mean '{near}'?)" if near else ""))
             except OmegaConfBaseException as error:
-                if key in self.sections[section].given:
+                if key in self.sections[section].given and not self.reported(section, key):
                     self.problem(section, key, f"{marked} has no value: {_first_line(error)}")
+
+    def reported(self, section: str, key: str) -> bool:
+        return any(problem.text.startswith(f"{section}.{key}: ") for problem in self.problems)
 
     def missing(self, section: str, key: str, hint: str) -> None:
         if self.complete:

@@ -21,6 +21,8 @@ LEAST = {
     "valid_every": 1,
 }
 """The smallest value of each whole number."""
+LARGEST = 1e30
+"""The largest value of the other numbers, which float32 can still multiply."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,3 +86,5 @@ def _number(name: str, value: object, zero_too: bool) -> None:
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero_too):
         limit = "of at least 0" if zero_too else "above 0"
         raise OptionError(f"{name} must be a number {limit}{' or null' * (name == 'clip')}, not {value!r}")
+    if number > LARGEST:
+        raise OptionError(f"{name} must be at most {LARGEST:.0e}, not {value!r}")

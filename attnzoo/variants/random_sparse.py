@@ -51,6 +51,8 @@ class RandomSparse(Attention):
         train_only: bool = False, num_kv_heads: int | None = None,
         causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
     ) -> None:  # fmt: skip
+        if ratio is not None and not 0 < ratio <= 1:
+            raise OptionError(f"ratio must be a number in (0, 1], not {ratio!r}")
         if ratio is None and whole("keys", keys) % whole("block", block):
             raise OptionError(f"keys = {keys} must be a multiple of block = {block}")
         drawn = Random(None if ratio is not None else keys // block, block, seed, share=ratio)
