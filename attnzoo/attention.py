@@ -190,8 +190,7 @@ class Attention(nn.Module):
         Raises:
             NotSupportedError: the attention looks ahead, so that what was read before would have to change.
         """
-        if "cache" not in self.supports:
-            raise NotSupportedError(f"{self._label} can't decode with a cache: build it with causal=True")
+        self._check_decodes()
         whole("rewind", rewind, least=0)
         parameter = next(self.parameters())
         device = parameter.device
@@ -258,12 +257,12 @@ class Attention(nn.Module):
             raise InputError(f"{name} must hold floating-point features, not {tokens.dtype}: embed token ids first")
 
     def _check_supported(self, crossed: bool, cache: Cache | None, documents: Tensor | None) -> None:
-        if cache is not None and not isinstance(cache, Cache):
-            raise CacheError(f"a cache comes from new_cache(), not from {type(cache).__name__}")
-        if cache is not None and crossed:
-            raise NotSupportedError("a cache reads one sequence: give a cache or context and values, not both")
-        if cache is not None and "cache" not in self.supports:
-            raise NotSupportedError(f"{self._label} can't decode with a cache: build it with causal=True")
+        if cache is not None:
+            if not isinstance(cache, Cache):
+                raise CacheError(f"a cache comes from new_cache(), not from {type(cache).__name__}")
+            if crossed:
+                raise NotSupportedError("a cache reads one sequence: give a cache or context and values, not both")
+            self._check_decodes()
         if crossed and "cross" not in self.supports:
             raise NotSupportedError(
                 f"{self._label} knows positions, and context has others: use Full() without positions"
@@ -272,6 +271,10 @@ class Attention(nn.Module):
             raise NotSupportedError(
                 f"{self._label} knows places of the whole sequence, so that documents can't start anew"
             )
+
+    def _check_decodes(self) -> None:
+        if "cache" not in self.supports:
+            raise NotSupportedError(f"{self._label} can't decode with a cache: build it with causal=True")
 
     def _fixed_pattern(self) -> Pattern:
         if self.redraws:

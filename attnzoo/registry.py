@@ -104,10 +104,10 @@ def find(name: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), attribute)
     points = _plugins(name)
     if not points:
-        near = nearest(name, _names())
+        names = sorted(_names())
+        near = nearest(name, names)
         hint = f" Did you mean '{near}'?" if near else ""
-        there = ", ".join(sorted(_names()))
-        raise UnknownVariantError(f"no attention variant named '{name}'.{hint} There are: {there}")
+        raise UnknownVariantError(f"no attention variant named '{name}'.{hint} There are: {', '.join(names)}")
     if len({point.value for point in points}) > 1:
         raise NameTakenError(f"'{name}' is claimed by {' and by '.join(map(_origin, points))}: uninstall one")
     return _load(points[0])

@@ -37,9 +37,13 @@ class Sound(Attention):
         projection = Separate(d_model, num_heads, num_kv_heads, bias)
         super().__init__(projection, self.sees(), causal=causal, dropout=dropout, positions=positions)
         self.calls = 0
+        self.prepare()
 
     def sees(self):
         return Full()
+
+    def prepare(self):
+        """What a broken one adds to itself."""
 
 
 class Drawn(Sound):
@@ -634,17 +638,7 @@ class BufferByLength(Sound):
 
 @caught_by("other_layout_loads")
 class OneLayout(Sound):
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
-        super().__init__(d_model, num_heads, causal=causal, dropout=dropout, bias=bias, positions=positions)
+    def prepare(self):
         self._load_state_dict_pre_hooks.clear()
 
 
@@ -655,17 +649,7 @@ def _(self, call):
 
 @caught_by("converts")
 class FloatTable(Sound):
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
-        super().__init__(d_model, num_heads, causal=causal, dropout=dropout, bias=bias, positions=positions)
+    def prepare(self):
         self.register_buffer("lowest", torch.full((), -1e9))
 
     def forward(self, x, context=None, **given):
@@ -684,18 +668,8 @@ class PrivateDropout(Sound):
 
 
 @caught_by("every_parameter_learns")
-class Unused(OneLayout):
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
-        super().__init__(d_model, num_heads, causal=causal, dropout=dropout, bias=bias, positions=positions)
+class Unused(Sound):
+    def prepare(self):
         self.unused = torch.nn.Parameter(torch.zeros(1))
 
 

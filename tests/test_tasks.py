@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,14 +84,13 @@ def test_shape_and_size_of_a_split(make):
 
 @pytest.mark.parametrize("make", [Needle, LanguageModel])
 def test_global_random_state_is_left_alone(make):
-    numpy = pytest.importorskip("numpy")
-    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].copy()
+    states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
     task = make(length=64)
     for split in SPLITS:
         task.split(split)[5]
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
-    assert (numpy.random.get_state()[1] == states[2]).all()
+    assert (np.random.get_state()[1] == states[2]).all()
 
 
 @pytest.mark.parametrize("split", SPLITS)

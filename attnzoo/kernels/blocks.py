@@ -91,12 +91,8 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *parameters: Tensor) -> Tensor:
         cut = (_cut(q, plan.tile), _cut(k, plan.block), _cut(v, plan.block))
-        masks = (
-            plan.scope.key_mask,
-            plan.scope.mask,
-            plan.scope.documents,
-        )  # torch notices if they are changed meanwhile
-        ctx.save_for_backward(*cut, *masks, *parameters)  # and not q, k, v: they need not stay
+        # Masks are saved so that torch notices a change meanwhile; q, k and v are not, so that they need not stay.
+        ctx.save_for_backward(*cut, plan.scope.key_mask, plan.scope.mask, plan.scope.documents, *parameters)
         ctx.plan = plan
         ctx.heads, ctx.groups, ctx.lengths = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
         out = _TokenOrder(cut[0], q.shape[1], v.shape[-1])
@@ -187,7 +183,10 @@ def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     """Attention of a part's tiles over its blocks, as in `dense`."""
     q, k, v = pieces
     last = scope.key_length - 1
-    inside = [Place(place.index.clamp(max=last), place.head) for place in (part.query, part.key)]
+    inside = (
+        Place(part.query.index.clamp(max=last), part.query.head),
+        Place(part.key.index.clamp(max=last), part.key.head),
+    )
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
     if scope.score is not None:
         scores = scope.score(scores, *inside)
@@ -199,7 +198,7 @@ def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     return weights @ v
 
 
-def _visible(scope: Scope, part: Part, inside: Any) -> Tensor | None:
+def _visible(scope: Scope, part: Part, inside: tuple[Place, Place]) -> Tensor | None:
     """What queries see in their blocks, None for everything; the pattern is asked only where it must be."""
     item, slot = part.partial
     if scope.pattern_alone and not len(item):
