@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         RecipeError,
         UnknownVariantError,
     )
-    from attnzoo.patterns import Causal, Full, Global, Heads, Local, Pattern, Random
+    from attnzoo.patterns import Causal, Full, Global, Heads, Local, Marked, Pattern, Random
     from attnzoo.registry import build, describe, find, list_variants, register
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _HOMES = {
         "RecipeError",
         "UnknownVariantError",
     ),
-    "patterns": ("Causal", "Full", "Global", "Heads", "Local", "Pattern", "Random"),
+    "patterns": ("Causal", "Full", "Global", "Heads", "Local", "Marked", "Pattern", "Random"),
     "registry": ("build", "describe", "find", "list_variants", "register"),
     "testing": ("testing",),
 }

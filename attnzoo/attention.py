@@ -16,7 +16,7 @@ from attnzoo.options import choice, share, whole
 from attnzoo.patterns import Causal, Full, Pattern
 from attnzoo.positions import count_visible, rotate
 from attnzoo.projections import Projection
-from attnzoo.scope import Scope, check_documents, check_key_mask, check_mask, places
+from attnzoo.scope import Scope, check_documents, check_key_mask, check_marked, check_mask, places
 from attnzoo.scores import Alibi, Score
 
 PositionKind = Literal["none", "rotary", "alibi"]
@@ -117,7 +117,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, context: Tensor | None = None, *, values: Tensor | None = None,
         key_mask: Tensor | None = None, mask: Tensor | None = None, documents: Tensor | None = None,
-        cache: Cache | None = None,
+        marked: Tensor | None = None, cache: Cache | None = None,
     ) -> Tensor:  # fmt: skip
         """Tokens [b, q, e] to tokens [b, q, e].
 
@@ -127,6 +127,7 @@ class Attention(nn.Module):
             key_mask: [b, k], True = a real token; hidden tokens cannot be felt, whatever they hold.
             mask: [q, k], or 4-D and broadcasting to [b, h, q, k], True = may look.
             documents: [b, k], whole numbers; only equal ones see each other, and their positions start anew.
+            marked: [b, k], True = a token that the pattern treats specially, as `Marked` does.
             cache: keys and values read before; the call appends its own, so checkpointing must not run it twice.
         Raises:
             InputError: x, context or values have no shape [b, t, e].
@@ -134,7 +135,7 @@ class Attention(nn.Module):
             CacheError: the cache is full or made for something else; it is left as it was.
             NotSupportedError: the variant declares that it does without.
         """
-        q, k, v, scope, appended = self._open(x, context, values, key_mask, mask, documents, cache)
+        q, k, v, scope, appended = self._open(x, context, values, key_mask, mask, documents, marked, cache)
         with without_autocast(q):
             heads = self.attend(q, k, v, scope)
         if cache is not None:
@@ -144,16 +145,18 @@ class Attention(nn.Module):
     def weights(
         self, x: Tensor, context: Tensor | None = None, *,
         key_mask: Tensor | None = None, mask: Tensor | None = None, documents: Tensor | None = None,
-        heads: Sequence[int] | None = None, queries: Sequence[int] | None = None,
+        marked: Tensor | None = None, heads: Sequence[int] | None = None, queries: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
         """The attention weights [b, h, q, k] of chosen heads and queries, or all, computed densely without dropout.
 
         Raises:
             InputError: a head or a query is not there.
-            NotSupportedError: the next call draws a new pattern.
+            NotSupportedError: the next call draws a new pattern, or the output is no weighted mean of values.
         """
         self._fixed_pattern()
-        q, k, _, scope, _ = self._open(x, context, None, key_mask, mask, documents, None)
+        if "weights" not in self.supports:
+            raise NotSupportedError(f"{type(self).__name__} has mathematics of its own, without weights to show")
+        q, k, _, scope, _ = self._open(x, context, None, key_mask, mask, documents, marked, None)
         head = _chosen("heads", heads, self.num_heads, q.device)
         query = _chosen("queries", queries, x.shape[1], q.device)
         q, k = q[:, head][:, :, query], k[:, head // (self.num_heads // self.num_kv_heads)]
@@ -161,16 +164,20 @@ class Attention(nn.Module):
         with without_autocast(q):
             return dense_weights(q, k, scope, self.visible_for(q, k, scope)).to(q.dtype)
 
-    def visible(self, query_length: int, key_length: int | None = None) -> Tensor:
+    def visible(self, query_length: int, key_length: int | None = None, *, marked: Tensor | None = None) -> Tensor:
         """What the pattern promises without any padding: bool [1 or h, q, k].
 
+        Args:
+            marked: [b, k], the marked tokens of each sequence; then the result is [b, 1 or h, q, k].
         Raises:
             NotSupportedError: the next call draws a new pattern.
         """
         key_length = query_length if key_length is None else key_length
         for name, length in (("query_length", query_length), ("key_length", key_length)):
             whole(name, length, least=0)
-        return self._fixed_pattern().visible(query_length, key_length, self.num_heads)
+        if marked is not None:
+            marked = check_marked(marked, len(marked), query_length, key_length)
+        return self._fixed_pattern().visible(query_length, key_length, self.num_heads, marked)
 
     def density(self, length: int) -> float:
         """The share of pairs that the pattern lets see each other, in training, over sequences of this length."""
@@ -207,7 +214,8 @@ class Attention(nn.Module):
 
     def _open(
         self, x: Tensor, context: Tensor | None, values: Tensor | None,
-        key_mask: Tensor | None, mask: Tensor | None, documents: Tensor | None, cache: Cache | None,
+        key_mask: Tensor | None, mask: Tensor | None, documents: Tensor | None, marked: Tensor | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor, Tensor, Scope, Tensor | None]:  # fmt: skip
         """Checks everything, hides padding and projects: q, k, v, the scope, and the key mask for the cache to keep."""
         self._check_tokens("x", x)
@@ -216,7 +224,7 @@ class Attention(nn.Module):
         values = context if values is None else values
         self._check_tokens("context", context, batch=x.shape[0])
         self._check_tokens("values", values, batch=x.shape[0], length=context.shape[1])
-        self._check_supported(crossed, cache, documents)
+        self._check_supported(crossed, cache, documents, marked)
         batch, queries = x.shape[:2]
         before = 0 if cache is None else cache.length
         if cache is not None:
@@ -225,6 +233,11 @@ class Attention(nn.Module):
         key_mask = check_key_mask(key_mask, batch, keys)
         mask = check_mask(mask, batch, self.num_heads, queries, keys)
         documents = check_documents(documents, batch, queries, keys)
+        marked = check_marked(marked, batch, queries, keys)
+        if marked is not None and before and not self.causal and bool(marked[:, before:].any()):
+            raise CacheError(
+                "tokens read before would have looked at tokens marked now: read all marked tokens in the first piece"
+            )
 
         pattern = self.current_pattern()
         own = None if key_mask is None else key_mask[:, before:]
@@ -240,9 +253,10 @@ class Attention(nn.Module):
         if cache is not None:
             entries = cache.extended(entries)
         k, v = self.projection.keys_values(self, entries)
-        query, key = places(self.num_heads, queries, keys, x.device)
+        salt = torch.randint(2**32, (), device="cpu").to(x.device) if self.redraws else None
+        query, key = places(self.num_heads, queries, keys, x.device, marked, salt)
         dropout = self.dropout if self.training else 0.0
-        return q, k, v, Scope(pattern, query, key, joined, mask, documents, self.score, dropout), key_mask
+        return q, k, v, Scope(pattern, query, key, joined, mask, documents, marked, self.score, dropout), key_mask
 
     def _check_tokens(self, name: str, tokens: Tensor, batch: int | None = None, length: int | None = None) -> None:
         wanted = (batch, length, self.d_model)
@@ -256,7 +270,11 @@ class Attention(nn.Module):
         if not tokens.is_floating_point():
             raise InputError(f"{name} must hold floating-point features, not {tokens.dtype}: embed token ids first")
 
-    def _check_supported(self, crossed: bool, cache: Cache | None, documents: Tensor | None) -> None:
+    def _check_supported(
+        self, crossed: bool, cache: Cache | None, documents: Tensor | None, marked: Tensor | None
+    ) -> None:
+        if torch.compiler.is_exporting() and "export" not in self.supports:
+            raise NotSupportedError(f"{self._label} can't be exported")
         if cache is not None:
             if not isinstance(cache, Cache):
                 raise CacheError(f"a cache comes from new_cache(), not from {type(cache).__name__}")
@@ -271,6 +289,8 @@ class Attention(nn.Module):
             raise NotSupportedError(
                 f"{self._label} knows places of the whole sequence, so that documents can't start anew"
             )
+        if marked is not None and "marked" not in self.supports:
+            raise NotSupportedError(f"{self._label} treats no token specially: give it a pattern with Marked()")
 
     def _check_decodes(self) -> None:
         if "cache" not in self.supports:
@@ -282,13 +302,17 @@ class Attention(nn.Module):
         return self.current_pattern()
 
     def _supported(self) -> set[str]:
-        """What follows from pattern and positions."""
-        found = {"causal" if self.causal else "bidirectional", "right_padding", "length_free"}
+        """What follows from pattern, positions and the methods that a variant overrides."""
+        found = {"causal" if self.causal else "bidirectional", "right_padding", "length_free", "compile", "export"}
+        if type(self).expected is Attention.expected or type(self).weights is not Attention.weights:
+            found.add("weights")
+        if self.pattern.marks:
+            found.add("marked")
         if self.pattern == Full() and self.positions == "none":
             found.add("cross")
         if self.pattern.relative:
             found |= {"documents", "left_padding"}
-        return found | {"cache"} if self.causal else found
+        return found | {"cache"} if self.pattern.decodes else found
 
     @property
     def _label(self) -> str:
@@ -298,7 +322,7 @@ class Attention(nn.Module):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern = Full(), *,  # noqa: B008 (a frozen value)
     key_mask: Tensor | None = None, mask: Tensor | None = None, documents: Tensor | None = None,
-    score: Score | None = None, dropout: float = 0.0, block: int = 64,
+    marked: Tensor | None = None, score: Score | None = None, dropout: float = 0.0, block: int = 64,
 ) -> Tensor:  # fmt: skip
     """Attention of q [b, h, q, d] over k [b, g, k, d] and v [b, g, k, f], without projections: [b, h, q, f].
 
@@ -308,6 +332,7 @@ def attend(
         key_mask: [b, k], True = a real token; what hidden keys and values hold cannot be felt.
         mask: [q, k], or 4-D and broadcasting to [b, h, q, k], True = may look.
         documents: [b, k], whole numbers; only equal ones see each other.
+        marked: [b, k], True = a token that the pattern treats specially, as `Marked` does.
         dropout: the share of weights dropped; leave it at 0 outside training.
     Raises:
         InputError: the shapes do not fit each other.
@@ -333,9 +358,10 @@ def attend(
             f"{pattern} stands queries at the end of the keys, and {queries} queries do not fit into {keys} keys"
         )
     key_mask = check_key_mask(key_mask, batch, keys)
-    query, key = places(heads, queries, keys, q.device)
+    marked = check_marked(marked, batch, queries, keys)
+    query, key = places(heads, queries, keys, q.device, marked)
     mask, documents = check_mask(mask, batch, heads, queries, keys), check_documents(documents, batch, queries, keys)
-    scope = Scope(pattern, query, key, key_mask, mask, documents, score, share("dropout", dropout))
+    scope = Scope(pattern, query, key, key_mask, mask, documents, marked, score, share("dropout", dropout))
     if key_mask is not None:
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
     with without_autocast(q):

@@ -7,6 +7,7 @@ longer one, which is what makes caching right.
 
 import ast
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ class Pattern:
     relative = False  # does it know distances only, so that shifting the sequence changes nothing?
     per_head = False  # do heads see different keys?
     causal = False  # does it hide everything that comes later?
+    marks = False  # does it treat marked tokens specially?
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all that is seen of later tokens is marked ones: then a cache can hold what was read before."""
+        return self.causal
 
     def sees(self, query: Place, key: Place) -> Tensor:
         """Whether each query may look at each key, over index tensors that broadcast against each other."""
@@ -36,13 +43,24 @@ class Pattern:
         """Whether each query of a run may look at each key of another; False is always right, only slower."""
         return torch.zeros_like(queries.first + keys.first + head, dtype=torch.bool)
 
-    def visible(self, query_length: int, key_length: int | None = None, num_heads: int = 1) -> Tensor:
-        """The whole pattern as a bool mask [1 or h, q, k]; queries stand at the end of the keys."""
+    def visible(
+        self, query_length: int, key_length: int | None = None, num_heads: int = 1, marked: Tensor | None = None
+    ) -> Tensor:
+        """The whole pattern as a bool mask [1 or h, q, k]; queries stand at the end of the keys.
+
+        Args:
+            marked: [b, k], which tokens are marked in each sequence; then the mask is [b, 1 or h, q, k].
+        """
         key_length = query_length if key_length is None else key_length
         heads = num_heads if self.per_head else 1
-        query = torch.arange(key_length - query_length, key_length)[:, None]
-        key, head = torch.arange(key_length), torch.arange(heads)[:, None, None]
-        return self.sees(Place(query, head), Place(key, head)).expand(heads, query_length, key_length)
+        device = None if marked is None else marked.device
+        query = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+        key, head = torch.arange(key_length, device=device), torch.arange(heads, device=device)[:, None, None]
+        if marked is None:
+            return self.sees(Place(query, head), Place(key, head)).expand(heads, query_length, key_length)
+        rows, columns = marked[:, None, key_length - query_length :, None], marked[:, None, None]
+        seen = self.sees(Place(query, head, rows), Place(key, head, columns))
+        return seen.expand(len(marked), heads, query_length, key_length)
 
     def density(self, length: int, num_heads: int = 1) -> float:
         """The share of the length x length pairs that may be looked at, as the mean over heads."""
@@ -55,9 +73,10 @@ class Pattern:
                 seen += int((self.sees(Place(rows[:, None], place.head), place) & whole_rows).sum())
         return seen / (length * length * (num_heads if self.per_head else 1)) if length else 0.0
 
-    def draw(self, length: int = 8, head: int = 0) -> str:
-        """The pattern as text: a row for each query, `#` where it may look."""
-        rows = self.visible(length, num_heads=head + 1)[head if self.per_head else 0].tolist()
+    def draw(self, length: int = 8, head: int = 0, marked: Collection[int] = ()) -> str:
+        """The pattern as text: a row for each query, `#` where it may look; `marked` tokens by their places."""
+        marks = torch.tensor([[token in marked for token in range(length)]], dtype=torch.bool)
+        rows = self.visible(length, num_heads=head + 1, marked=marks)[0, head if self.per_head else 0].tolist()
         return "\n".join(" ".join("#" if seen else "." for seen in row) for row in rows)
 
     def __and__(self, other: "Pattern") -> "Pattern":
@@ -243,6 +262,56 @@ class Global(Pattern):
         return (queries.last < self.tokens * self.block) | (keys.last < self.tokens * self.block)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Marked(Pattern):
+    """Marked tokens are seen by everything, and with `mutual` see everything too; a call says which are marked.
+
+    `Causal() | Marked()` is a prefix model, its prefix marked; `Local(64) | Marked(mutual=True)` has global tokens
+    where each sequence wants them.
+
+    Source: Raffel et al. 2020, section 3.2.1 (prefix), arXiv:1910.10683; Beltagy et al. 2020, section 3.1 (global),
+        arXiv:2004.05150.
+
+    >>> print((Causal() | Marked()).draw(6, marked=[0, 1, 4]))
+    # # . . # .
+    # # . . # .
+    # # # . # .
+    # # # # # .
+    # # # # # .
+    # # # # # #
+    >>> print((Local(0) | Marked(mutual=True)).draw(6, marked=[0, 4]))
+    # # # # # #
+    # # . . # .
+    # . # . # .
+    # . . # # .
+    # # # # # #
+    # . . . # #
+    """
+
+    mutual: bool = False
+
+    relative = True
+    marks = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mutual, bool):
+            raise OptionError(f"mutual must be True or False, not {self.mutual!r}")
+
+    @property
+    def decodes(self) -> bool:
+        return not self.mutual
+
+    def sees(self, query: Place, key: Place) -> Tensor:
+        if query.marked is None or key.marked is None:
+            return torch.zeros((), dtype=torch.bool, device=key.index.device)
+        return query.marked | key.marked if self.mutual else key.marked
+
+    def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
+        if queries.marked is None or keys.marked is None:
+            return torch.zeros_like(super().touches(queries, keys, head))
+        return queries.marked | keys.marked if self.mutual else keys.marked
+
+
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Heads(Pattern):
     """The named heads see everything, the others nothing: `Heads(0, 1) | Local(64)` mixes two full heads with local
@@ -338,7 +407,7 @@ class Random(Pattern):
         draws = self._draws(count)
         stretch = ((candidate + 1) * draws - 1) // count.clamp(min=1)
         start, stop = stretch * count // draws, (stretch + 1) * count // draws
-        drawn = start + _hash(self.seed, row, stretch, query.head) % (stop - start).clamp(min=1)
+        drawn = start + _hash(self.seed, query.salt, row, stretch, query.head) % (stop - start).clamp(min=1)
         return (query_block == key_block) | ((candidate >= 0) & (candidate < count) & (candidate == drawn))
 
     def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
@@ -346,7 +415,7 @@ class Random(Pattern):
         if longest > self.block:  # runs hold many small blocks, and so many draws that nearly every pair of runs meets
             return super().touches(queries, keys, head)
         corners = [  # of the two blocks that a run can lie in
-            self.sees(Place(query, head), Place(key, head))
+            self.sees(Place(query, head, salt=queries.salt), Place(key, head))
             for query in (queries.first, queries.last)
             for key in (keys.first, keys.last)
         ]
@@ -354,7 +423,8 @@ class Random(Pattern):
 
     def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
         within = [span.first // self.block == span.last // self.block for span in (queries, keys)]
-        return within[0] & within[1] & self.sees(Place(queries.first, head), Place(keys.first, head))
+        query = Place(queries.first, head, salt=queries.salt)
+        return within[0] & within[1] & self.sees(query, Place(keys.first, head))
 
     def _draws(self, count: Tensor) -> Tensor:
         if self.share is None:
@@ -381,6 +451,10 @@ class Pair(Pattern):
     def per_head(self) -> bool:  # type: ignore[override]
         return self.left.per_head or self.right.per_head
 
+    @property
+    def marks(self) -> bool:  # type: ignore[override]
+        return self.left.marks or self.right.marks
+
     def sees(self, query: Place, key: Place) -> Tensor:
         return self.join(self.left.sees(query, key), self.right.sees(query, key))
 
@@ -401,6 +475,10 @@ class Both(Pair):
     def causal(self) -> bool:  # type: ignore[override]
         return self.left.causal or self.right.causal
 
+    @property
+    def decodes(self) -> bool:
+        return self.left.decodes or self.right.decodes
+
     def __str__(self) -> str:
         return " & ".join(f"({side})" if isinstance(side, Either) else str(side) for side in (self.left, self.right))
 
@@ -416,6 +494,10 @@ class Either(Pair):
     @property
     def causal(self) -> bool:  # type: ignore[override]
         return self.left.causal and self.right.causal
+
+    @property
+    def decodes(self) -> bool:
+        return self.left.decodes and self.right.decodes
 
     def __str__(self) -> str:
         return f"{self.left} | {self.right}"
@@ -471,9 +553,9 @@ def _mix(value: Tensor) -> Tensor:
     return value ^ (value >> 16)
 
 
-def _hash(seed: int, *numbers: Tensor) -> Tensor:
-    """A 32-bit hash of whole numbers, the same on every device, rank and run."""
+def _hash(seed: int, salt: Tensor | None, *numbers: Tensor) -> Tensor:
+    """A 32-bit hash of whole numbers, the same on every device, rank and run; salt is below 2**32."""
     state = _mix(torch.full_like(numbers[0], seed))
-    for number in numbers:
+    for number in numbers if salt is None else (salt, *numbers):
         state = _mix((state + number * 0x1F3D5B79 + 1) & _LOW_32)  # exact for numbers below 2**34
     return state

@@ -30,8 +30,8 @@ CATALOGUE = {
 }
 EVERY_VARIANT = ("d_model", "num_heads", "causal", "dropout", "bias", "positions")
 FEATURES = (
-    "causal", "bidirectional", "cross", "cache", "documents",
-    "left_padding", "right_padding", "length_free", "kv_heads",
+    "causal", "bidirectional", "cross", "cache", "documents", "marked",
+    "left_padding", "right_padding", "length_free", "kv_heads", "weights", "compile", "export",
 )  # fmt: skip
 
 _registered: dict[str, Callable[..., Any]] = {}

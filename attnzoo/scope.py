@@ -17,8 +17,8 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class Scope:
     """The facts of one call, handed to its kernel.
 
-    `query` and `key` are the places of all queries and keys, over [h, q, k]. `key_mask` and `documents` are [b, k],
-    `mask` is 4-D and broadcasts to [b, h, q, k]; all have been checked. `dropout` is 0 outside training.
+    `query` and `key` are the places of all queries and keys, over [h, q, k]. `key_mask`, `documents` and `marked` are
+    [b, k], `mask` is 4-D and broadcasts to [b, h, q, k]; all have been checked. `dropout` is 0 outside training.
     """
 
     pattern: Pattern
@@ -27,6 +27,7 @@ class Scope:
     key_mask: Tensor | None = None
     mask: Tensor | None = None
     documents: Tensor | None = None
+    marked: Tensor | None = None
     score: Score | None = None
     dropout: float = 0.0
 
@@ -48,6 +49,10 @@ class Scope:
         seen = self._less(self.pattern.sees(self.query, self.key), self.query, self.key, self.mask)
         return seen[(None,) * (4 - seen.dim())]
 
+    def place(self, index: Tensor, head: Tensor) -> Place:
+        """The place of chosen tokens, with what this call says about them."""
+        return Place(index, head, None if self.marked is None else self.marked[:, index], self.query.salt)
+
     def less(self, seen: Tensor, query: Place, key: Place) -> Tensor:
         """What the masks leave of what the pattern lets see at chosen places of one 3-D shape; the batch in front."""
         mask = self.mask
@@ -60,12 +65,15 @@ class Scope:
 
     def narrowed(self, heads: Tensor, queries: Tensor) -> "Scope":
         """The scope of chosen heads and queries alone."""
-        query = Place(self.query.index[:, queries], self.query.head[heads])
+        marked = None if self.query.marked is None else self.query.marked[:, :, queries]
+        query = dataclasses.replace(
+            self.query, index=self.query.index[:, queries], head=self.query.head[heads], marked=marked
+        )
         mask = self.mask
         if mask is not None:
             mask = mask if mask.shape[1] == 1 else mask[:, heads]
             mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
-        return dataclasses.replace(self, query=query, key=Place(self.key.index, query.head), mask=mask)
+        return dataclasses.replace(self, query=query, key=dataclasses.replace(self.key, head=query.head), mask=mask)
 
     def _less(self, seen: Tensor, query: Place, key: Place, mask: Tensor | None) -> Tensor:
         if self.key_mask is not None:
@@ -75,21 +83,37 @@ class Scope:
         return seen if mask is None else seen & mask
 
 
-def places(num_heads: int, query_length: int, key_length: int, device: torch.device) -> tuple[Place, Place]:
-    """Where queries and keys stand: query i of q at position i + (k - q)."""
+def places(
+    num_heads: int, query_length: int, key_length: int, device: torch.device,
+    marked: Tensor | None = None, salt: Tensor | None = None,
+) -> tuple[Place, Place]:  # fmt: skip
+    """Where queries and keys stand, over [h, q, k]: query i of q at position i + (k - q)."""
     head = torch.arange(num_heads, device=device)[:, None, None]
-    query = torch.arange(key_length - query_length, key_length, device=device)
-    return Place(query[None, :, None], head), Place(torch.arange(key_length, device=device)[None, None], head)
+    query = torch.arange(key_length - query_length, key_length, device=device)[None, :, None]
+    key = torch.arange(key_length, device=device)[None, None]
+    if marked is None:
+        return Place(query, head, None, salt), Place(key, head, None, salt)
+    rows = marked[:, None, key_length - query_length :, None]
+    return Place(query, head, rows, salt), Place(key, head, marked[:, None, None], salt)
 
 
 def check_key_mask(key_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     """The key mask as bool, [b, k], True = a real token."""
-    if key_mask is None:
-        return None
-    key_mask = _as_bool("key_mask", key_mask)
-    if key_mask.shape != (batch, keys):
-        raise MaskError(f"key_mask must be [batch, keys] = [{batch}, {keys}], not {list(key_mask.shape)}")
-    return key_mask
+    return None if key_mask is None else _by_token("key_mask", key_mask, batch, keys)
+
+
+def check_marked(marked: Tensor | None, batch: int, queries: int, keys: int) -> Tensor | None:
+    """The marked tokens as bool, [b, k]."""
+    if marked is not None and queries > keys:
+        raise MaskError(f"marked says which queries are marked, and {queries} queries have only {keys} of them")
+    return None if marked is None else _by_token("marked", marked, batch, keys)
+
+
+def _by_token(name: str, mask: Tensor, batch: int, keys: int) -> Tensor:
+    mask = _as_bool(name, mask)
+    if mask.shape != (batch, keys):
+        raise MaskError(f"{name} must be [batch, keys] = [{batch}, {keys}], not {list(mask.shape)}")
+    return mask
 
 
 def check_mask(mask: Tensor | None, batch: int, heads: int, queries: int, keys: int) -> Tensor | None:

@@ -20,15 +20,23 @@ Positions = Int[Tensor, "#b t"]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where tokens stand: their index from the start of the sequence, and the head that looks."""
+    """Where tokens stand: their index from the start of the sequence, and the head that looks.
+
+    `marked` says which of them are marked in this call, the batch in front. `salt` is a number drawn for this call,
+    which random patterns mix in.
+    """
 
     index: Tensor
     head: Tensor
+    marked: Tensor | None = None
+    salt: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Runs of tokens, by the index of their first and last one."""
+    """Runs of tokens, by the index of their first and last one; `marked` where any of a run is, in any sequence."""
 
     first: Tensor
     last: Tensor
+    marked: Tensor | None = None
+    salt: Tensor | None = None

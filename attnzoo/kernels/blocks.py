@@ -19,6 +19,7 @@ from attnzoo.scores import Score
 from attnzoo.shapes import Heads, Keys, Place, Queries, Span, Values
 
 PART = 2**20  # scores computed at once: 4 MiB in float32
+MASKS = ("key_mask", "mask", "documents", "marked")
 Three = tuple[Tensor, Tensor, Tensor]
 
 
@@ -43,13 +44,15 @@ class Plan(NamedTuple):
 
 
 def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Heads:
-    """Attention over the blocks of keys that the pattern touches.
+    """Attention over the blocks of keys that the pattern touches; in a compiled or exported graph, over all keys.
 
     Cost: O(p d) time for p pairs in the touched blocks; O(h (q + k) d) memory, a fixed amount for the part, and a
-    table of h (q / block) (k / block) entries, so that very small blocks take memory too.
+    table of h (q / block) (k / block) entries, so that very small blocks take memory too. In a graph, that of `dense`.
     """
     if q.numel() == 0 or k.shape[2] == 0:
         return dense(q, k, v, scope)  # nothing to cut
+    if torch.compiler.is_compiling() or q.is_meta:  # a graph has no tables that depend on the pattern's numbers
+        return dense(q, k, v, scope)
     parameters: list[Tensor] = list(scope.score.parameters()) if isinstance(scope.score, torch.nn.Module) else []
     tile, block = min(block, q.shape[2]), min(block, k.shape[2])
     plan = Plan(scope, list(_parts(q, k, scope, tile, block)), tile, block)
@@ -57,9 +60,9 @@ def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Hea
 
 
 def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterator[Part]:
-    heads, (groups, keys) = q.shape[1], k.shape[1:3]
-    queries, columns = _spans(scope.key_length - scope.query_length, keys, tile), _spans(0, keys, block)
-    rows = Span(queries.first[:, None], queries.last[:, None])
+    heads, groups = q.shape[1], k.shape[1]
+    queries, columns = _spans(scope, scope.key_length - scope.query_length, tile), _spans(scope, 0, block)
+    rows = _standing(queries)
     head = torch.arange(heads)[:, None, None]
     size = (heads, len(queries.first), len(columns.first))
     touched = scope.pattern.touches(rows, columns, head).expand(size).flatten(0, 1)
@@ -82,9 +85,21 @@ def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterato
             yield Part(tiles, number, Place(query, head), Place(key, head), (item, slot), seed)
 
 
-def _spans(start: int, stop: int, size: int) -> Span:
-    first = torch.arange(start, stop, size)
-    return Span(first, (first + size).clamp(max=stop) - 1)
+def _spans(scope: Scope, start: int, size: int) -> Span:
+    """The tokens from `start` on in runs of one size, on the CPU."""
+    first = torch.arange(start, scope.key_length, size)
+    last = (first + size).clamp(max=scope.key_length) - 1
+    marked, salt = scope.marked, scope.query.salt
+    if marked is not None:
+        marks = marked.cpu().any(0)[start:]
+        marked = F.pad(marks, (0, -len(marks) % size)).unflatten(0, (-1, size)).any(1)
+    return Span(first, last, marked, None if salt is None else salt.cpu())
+
+
+def _standing(span: Span) -> Span:
+    """Runs along rows in place of columns."""
+    marked = None if span.marked is None else span.marked[:, None]
+    return Span(span.first[:, None], span.last[:, None], marked, span.salt)
 
 
 class _Blocks(torch.autograd.Function):
@@ -92,7 +107,7 @@ class _Blocks(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *parameters: Tensor) -> Tensor:
         cut = (_cut(q, plan.tile), _cut(k, plan.block), _cut(v, plan.block))
         # Masks are saved so that torch notices a change meanwhile; q, k and v are not, so that they need not stay.
-        ctx.save_for_backward(*cut, plan.scope.key_mask, plan.scope.mask, plan.scope.documents, *parameters)
+        ctx.save_for_backward(*cut, *(getattr(plan.scope, name) for name in MASKS), *parameters)
         ctx.plan = plan
         ctx.heads, ctx.groups, ctx.lengths = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
         out = _TokenOrder(cut[0], q.shape[1], v.shape[-1])
@@ -108,11 +123,11 @@ class _Blocks(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, key_mask, mask, documents, *saved = ctx.saved_tensors
+    q, k, v, *saved = ctx.saved_tensors
+    masks, saved = dict(zip(MASKS, saved, strict=False)), saved[len(MASKS) :]
     needs = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4:]]
     parameters = [tensor.detach().requires_grad_(need) for tensor, need in zip(saved, needs[3:], strict=True)]
-    scope = dataclasses.replace(ctx.plan.scope, key_mask=key_mask, mask=mask, documents=documents)
-    scope = _with_parameters(scope, parameters)
+    scope = _with_parameters(dataclasses.replace(ctx.plan.scope, **masks), parameters)
     wide = torch.promote_types(grad.dtype, torch.float32)
     grad_q = _TokenOrder(q, ctx.heads, q.shape[-1])
     sums = [torch.zeros_like(keys, dtype=wide) for keys in (k, v)]
@@ -205,12 +220,15 @@ def _visible(scope: Scope, part: Part, inside: tuple[Place, Place]) -> Tensor | 
         return None
     query, key, last = part.query.index, part.key.index, scope.key_length - 1
     by_block = key.unflatten(2, (*part.blocks.shape[1:], -1))  # [i 1 m block]
-    seen = torch.ones(len(query), query.shape[1], *by_block.shape[2:], dtype=torch.bool, device=query.device)
+    batch = 1 if scope.marked is None else len(scope.marked)
+    seen = torch.ones(batch, *query.shape[:2], *by_block.shape[2:], dtype=torch.bool, device=query.device)
     if len(item):
-        some = Place(query[item], part.query.head[item]), Place(by_block[item, :, slot], part.key.head[item])
-        real = (some[0].index <= last) & (some[1].index <= last)  # no token stands where tiles and blocks are filled up
-        seen[item, :, slot] = scope.pattern.sees(*some) & real
-    return scope.less(seen.flatten(2), *inside)
+        head, rows, columns = part.query.head[item], query[item], by_block[item, :, slot]
+        real = (rows <= last) & (columns <= last)  # no token stands where tiles and blocks are filled up
+        places = (scope.place(index.clamp(max=last), head) for index in (rows, columns))
+        found = (scope.pattern.sees(*places) & real).expand(batch, -1, -1, -1)
+        seen[:, item, :, slot] = found.transpose(0, 1)  # torch puts the chosen items in front
+    return scope.less(seen.flatten(3), *inside)
 
 
 def _sum(old: Tensor | None, more: Tensor | None) -> Tensor | None:

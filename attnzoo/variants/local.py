@@ -2,7 +2,7 @@
 
 from attnzoo.attention import PositionKind
 from attnzoo.options import whole
-from attnzoo.patterns import Global, Local, Pattern
+from attnzoo.patterns import Global, Local, Marked, Pattern
 from attnzoo.registry import register
 from attnzoo.variants.sparse import Sparse
 
@@ -26,7 +26,7 @@ def local(
         use the same projections as the others, where the paper gives them their own.
     Cost: O(t radius e) time, O(t e) memory.
     """
-    pattern: Pattern = Local(radius)
+    pattern: Pattern = Local(radius) | Marked(mutual=True)
     if whole("global_tokens", global_tokens, least=0):
         pattern = pattern | Global(global_tokens)
     return Sparse(

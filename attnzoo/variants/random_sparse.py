@@ -1,8 +1,5 @@
 """Random blocks and nothing else."""
 
-import dataclasses
-
-import torch
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
@@ -69,8 +66,6 @@ class RandomSparse(Attention):
         drawn: Pattern = self.drawn
         if self.train_only and not self.training:
             drawn = Full()
-        elif self.redraws:
-            drawn = dataclasses.replace(self.drawn, seed=int(torch.randint(2**32, ())))
         return drawn & Causal() if self.causal else drawn
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
