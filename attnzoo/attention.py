@@ -261,7 +261,8 @@ class Attention(nn.Module):
     def _check_tokens(self, name: str, tokens: Tensor, batch: int | None = None, length: int | None = None) -> None:
         wanted = (batch, length, self.d_model)
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else ()
-        if len(shape) != 3 or any(want not in (None, size) for want, size in zip(wanted, shape, strict=True)):
+        fits = len(shape) == 3 and all(want is None or want == size for want, size in zip(wanted, shape, strict=True))
+        if not fits:
             names = ["batch" if batch is None else str(batch), "length" if length is None else str(length)]
             got = list(shape) if isinstance(tokens, Tensor) else type(tokens).__name__
             raise InputError(

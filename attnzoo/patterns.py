@@ -414,10 +414,13 @@ class Random(Pattern):
         longest = max(int((span.last - span.first).max()) + 1 for span in (queries, keys))
         if longest > self.block:  # runs hold many small blocks, and so many draws that nearly every pair of runs meets
             return super().touches(queries, keys, head)
-        corners = [  # of the two blocks that a run can lie in
-            self.sees(Place(query, head, salt=queries.salt), Place(key, head))
-            for query in (queries.first, queries.last)
-            for key in (keys.first, keys.last)
+        within = [bool((span.first // self.block == span.last // self.block).all()) for span in (queries, keys)]
+        rows, columns = (  # of the two blocks that a run can lie in, or the one
+            (span.first,) if inside else (span.first, span.last)
+            for span, inside in zip((queries, keys), within, strict=True)
+        )
+        corners = [
+            self.sees(Place(query, head, salt=queries.salt), Place(key, head)) for query in rows for key in columns
         ]
         return torch.stack(corners).any(0)
 
