@@ -28,7 +28,7 @@ wheel: .venv/installed
 	set -e; fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
 	$(BIN)/python -m venv "$$fresh"; \
 	"$$fresh/bin/pip" install --quiet -c constraints.txt dist/*.whl; \
-	cd "$$fresh"; bin/attnzoo check gqa; bin/attnzoo recipes
+	cd "$$fresh"; bin/attnzoo check gqa; bin/attnzoo recipes; bin/attnzoo new mine
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "attnzoo needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
