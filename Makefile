@@ -11,7 +11,7 @@ train: .venv/installed
 	$(BIN)/attnzoo train recipes/bigbird.yaml
 
 test: .venv/installed
-	$(BIN)/pytest -m ""
+	ATTNZOO_PEERS=1 $(BIN)/pytest -m ""
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -33,5 +33,5 @@ wheel: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "attnzoo needs Python 3.11 or newer; name one: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,peers]'
 	touch $@
