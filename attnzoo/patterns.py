@@ -426,6 +426,8 @@ class Random(Pattern):
 
     def covers(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
         within = [span.first // self.block == span.last // self.block for span in (queries, keys)]
+        if not (within[0].any() and within[1].any()):
+            return super().covers(queries, keys, head)
         query = Place(queries.first, head, salt=queries.salt)
         return within[0] & within[1] & self.sees(query, Place(keys.first, head))
 

@@ -33,6 +33,10 @@ FEATURES = (
     "causal", "bidirectional", "cross", "cache", "documents", "marked",
     "left_padding", "right_padding", "length_free", "kv_heads", "weights", "compile", "export",
 )  # fmt: skip
+WAIVABLE = (  # what a variant may declare to do without
+    "causal", "bidirectional", "cross", "cache", "documents", "marked",
+    "left_padding", "right_padding", "length_free", "export",
+)  # fmt: skip
 
 _registered: dict[str, Callable[..., Any]] = {}
 

@@ -44,19 +44,25 @@ class Plan(NamedTuple):
 
 
 def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Heads:
-    """Attention over the blocks of keys that the pattern touches; in a compiled or exported graph, over all keys.
+    """Attention over the blocks of keys that the pattern touches; in a graph and under torch.func, over all keys.
 
     Cost: O(p d) time for p pairs in the touched blocks; O(h (q + k) d) memory, a fixed amount for the part, and a
-    table of h (q / block) (k / block) entries, so that very small blocks take memory too. In a graph, that of `dense`.
+    table of h (q / block) (k / block) entries, so that very small blocks take memory too. Over all keys as `dense`.
     """
     if q.numel() == 0 or k.shape[2] == 0:
         return dense(q, k, v, scope)  # nothing to cut
-    if torch.compiler.is_compiling() or q.is_meta:  # a graph has no tables that depend on the pattern's numbers
+    if torch.compiler.is_compiling() or q.is_meta or _transformed():  # there tables of numbers can't be made
         return dense(q, k, v, scope)
     parameters: list[Tensor] = list(scope.score.parameters()) if isinstance(scope.score, torch.nn.Module) else []
     tile, block = min(block, q.shape[2]), min(block, k.shape[2])
     plan = Plan(scope, list(_parts(q, k, scope, tile, block)), tile, block)
     return _Blocks.apply(q, k, v, plan, *parameters)
+
+
+def _transformed() -> bool:
+    """Whether the call is under torch.func, say in vmap; torch has no public way to ask."""
+    level = getattr(torch._C._functorch, "maybe_current_level", None)
+    return level is not None and level() is not None
 
 
 def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterator[Part]:

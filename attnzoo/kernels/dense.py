@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import einsum
 from torch import Tensor
 
 from attnzoo.scope import Scope
@@ -18,17 +18,16 @@ def dense(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     Cost: O(h q k d) time, O(h q k) memory.
     """
     weights = F.dropout(dense_weights(q, k, scope, scope.visible()), scope.dropout)
-    group = q.shape[1] // v.shape[1]
-    heads = rearrange(weights, "b (g r) q k -> b g (r q) k", r=group) @ v.to(weights.dtype)
-    return rearrange(heads, "b g (r q) f -> b (g r) q f", r=group).to(v.dtype)
+    grouped = weights.unflatten(1, (v.shape[1], -1))  # values are never repeated
+    heads = einsum(grouped, v.to(weights.dtype), "b g r q k, b g k f -> b g r q f")
+    return heads.flatten(1, 2).to(v.dtype)
 
 
 def dense_weights(q: Queries, k: Keys, scope: Scope, visible: Tensor) -> Scores:
     """The weight of each key for each query; `visible` broadcasts to [b, h, q, k]."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // k.shape[1]
-    rows = rearrange(q.to(wide) * q.shape[-1] ** -0.5, "b (g r) q d -> b g (r q) d", r=group)  # keys are never repeated
-    scores = rearrange(rows @ k.to(wide).transpose(-2, -1), "b g (r q) k -> b (g r) q k", r=group)
+    grouped = (q.to(wide) * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # keys are never repeated
+    scores = einsum(grouped, k.to(wide), "b g r q d, b g k d -> b g r q k").flatten(1, 2)
     if scope.score is not None:
         scores = scope.score(scores, scope.query, scope.key)
     return masked_softmax(scores, visible)

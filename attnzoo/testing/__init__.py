@@ -1,18 +1,19 @@
 """The contract that every variant keeps, for ours and for yours."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
+from torch import nn
 
-from attnzoo.attention import Attention
 from attnzoo.errors import OptionError
 from attnzoo.options import nearest
 from attnzoo.registry import find
-from attnzoo.testing.checks import CHECKS, PROMISES, Check
+from attnzoo.testing.checks import CHECKS, PROMISES
 from attnzoo.testing.maker import Maker, makers
-from attnzoo.testing.probes import NotApplicable
+from attnzoo.testing.probes import Check, NotApplicable, run
 from attnzoo.testing.report import Outcome, Report
+from attnzoo.testing.shrink import smallest
 
 __all__ = [
     "CHECKS",
@@ -26,14 +27,15 @@ __all__ = [
     "run_checks",
 ]
 
-Factory = Callable[..., Attention]
+Factory = Callable[..., nn.Module]
 
 
 def check_variant(variant: str | Factory, expected_failures: Mapping[str, str] | None = None, **options: Any) -> Report:
     """Runs the whole contract over a variant, in every causal setting it declares.
 
     Args:
-        variant: a registered name, a class, or a function that returns an Attention.
+        variant: a registered name, a class, or a function that returns an nn.Module, which need not be an Attention:
+            `forward` as an Attention has it, or less, and a plain `expected` or projections of the usual names.
         expected_failures: names of checks that are known to fail, each with the reason; one that fails nowhere is a
             failure itself.
         options: run with these instead of each of the variant's `examples`.
@@ -51,10 +53,15 @@ def check_variant(variant: str | Factory, expected_failures: Mapping[str, str] |
 def run_checks(variant: str | Factory, expected_failures: Mapping[str, str] | None = None, **options: Any) -> Report:
     """The same, and a broken promise is an outcome in the report, not an error."""
     excuses = _known(expected_failures)
-    outcomes = [
-        _outcome(promise, check, make, excuses.get(check.__name__, ""))
-        for promise, check, make in _cases(variant, options)
-    ]
+    outcomes: list[Outcome] = []
+    shown: set[str] = set()
+    for promise, check, make in _cases(variant, options):
+        outcome = _outcome(promise, check, make, excuses.get(check.__name__, ""))
+        if outcome.status == "failed" and check.__name__ not in shown:
+            shown.add(check.__name__)
+            message, line = smallest(check, make)
+            outcome = dataclasses.replace(outcome, detail=message or outcome.detail, smallest=line)
+        outcomes.append(outcome)
     return Report(variant if isinstance(variant, str) else variant.__qualname__, tuple(outcomes), excuses)
 
 
@@ -74,13 +81,13 @@ def parametrize(variant: str | Factory, expected_failures: Mapping[str, str] | N
     excuses = _known(expected_failures)
 
     def case(check: Check, make: Maker) -> Callable[[], None]:
-        def run() -> None:
+        def run_it() -> None:
             try:
-                _run(check, make)
+                run(check, make)
             except NotApplicable as reason:
                 pytest.skip(str(reason))
 
-        return run
+        return run_it
 
     name = variant if isinstance(variant, str) else variant.__name__
     cases = []
@@ -94,8 +101,8 @@ def parametrize(variant: str | Factory, expected_failures: Mapping[str, str] | N
 def _cases(variant: str | Factory, options: Mapping[str, Any]) -> Iterator[tuple[str, Check, Maker]]:
     factory = find(variant) if isinstance(variant, str) else variant
     examples = [options] if options else getattr(factory, "examples", None) or [{}]
-    for example in examples:
-        for make in makers(factory, example):
+    for number, example in enumerate(examples):
+        for make in makers(factory, example, first=number == 0):
             for promise, checks in PROMISES.items():
                 for check in checks:
                     yield promise, check, make
@@ -103,21 +110,15 @@ def _cases(variant: str | Factory, options: Mapping[str, Any]) -> Iterator[tuple
 
 def _outcome(promise: str, check: Check, make: Maker, excuse: str) -> Outcome:
     try:
-        _run(check, make)
+        run(check, make)
     except NotApplicable as reason:
         return Outcome(promise, check.__name__, str(make), "not applicable", str(reason))
     except AssertionError as error:
-        return Outcome(promise, check.__name__, str(make), "failed", str(error), excuse)
+        return Outcome(promise, check.__name__, str(make), "failed", str(error), excuse=excuse)
     except Exception as error:
-        return Outcome(promise, check.__name__, str(make), "failed", f"{type(error).__name__}: {error}", excuse)
+        detail = f"{type(error).__name__}: {error}"
+        return Outcome(promise, check.__name__, str(make), "failed", detail, excuse=excuse)
     return Outcome(promise, check.__name__, str(make), "held")
-
-
-def _run(check: Check, make: Maker) -> None:
-    """Runs a check with a random state of its own, so that it is the same every time and changes nothing outside."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        check(make)
 
 
 def _known(expected_failures: Mapping[str, str] | None) -> dict[str, str]:

@@ -10,14 +10,24 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
+from attnzoo.testing.foreign import Foreign, Refused
+from attnzoo.testing.maker import Maker
 from attnzoo.testing.reference import oracles
+from attnzoo.testing.size import size
 
 Masks = dict[str, Any]  # of a call, by argument
 
-BATCH, LENGTH, CONTEXT = 3, 11, 13  # with 24 model features, 6 heads, 2 groups and head_dim 4 all sizes differ
 CLOSE = 1e-9  # float64 results that only took another order of operations
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-POSITIONS = ("none", "rotary", "alibi")
+
+Check = Callable[[Maker], None]
+
+
+def run(check: Check, make: Maker) -> None:
+    """Runs a check with a random state of its own, so that it is the same every time and changes nothing outside."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        check(make)
 
 
 class NotApplicable(Exception):
@@ -30,8 +40,20 @@ def need(attn: Attention, feature: str) -> None:
         raise NotApplicable(f"{feature} is not among what it supports here")
 
 
-def tokens(attn: Attention, length: int = LENGTH, batch: int = BATCH, seed: int = 1) -> Tensor:
+def takes(attn: Attention, argument: str) -> bool:
+    """Whether calls may have this argument; all of ours may."""
+    return not isinstance(attn, Foreign) or argument in attn.takes
+
+
+def need_dropout(make: Maker) -> None:
+    """Ends a check of what can't be asked of a module without that option."""
+    if "dropout" not in make.accepts:
+        raise NotApplicable("it has no option dropout")
+
+
+def tokens(attn: Attention, length: int | None = None, batch: int | None = None, seed: int = 1) -> Tensor:
     """Tokens [b, t, e] in the dtype of the module."""
+    length, batch = size.length if length is None else length, size.batch if batch is None else batch
     return noise(batch, length, attn.d_model, seed=seed).to(next(attn.parameters()).dtype)
 
 
@@ -54,16 +76,29 @@ def documents_of(batch: int, keys: int) -> Tensor:
     return ids
 
 
-def mask_combinations(
-    attn: Attention, batch: int = BATCH, queries: int = LENGTH, keys: int = LENGTH
-) -> Iterator[dict[str, Any]]:
-    """Every combination of key_mask, mask in both its forms, and documents where supported."""
-    key_masks = [None, some(batch, keys, seed=2)]
-    masks = [None, some(queries, keys, seed=3), some(batch, attn.num_heads, queries, keys, seed=4)]
-    documents = [None, documents_of(batch, keys)] if "documents" in attn.supports else [None]
-    for key_mask, mask, ids in itertools.product(key_masks, masks, documents):
-        given = {"key_mask": key_mask, "mask": mask, "documents": ids}
-        yield {name: tensor for name, tensor in given.items() if tensor is not None}
+def mask_combinations(attn: Attention) -> Iterator[Masks]:
+    """Every combination of key_mask, mask in both its forms, and documents and marked where supported."""
+    batch, length = size.batch, size.length
+    choices: dict[str, list[Tensor]] = {
+        "key_mask": [some(batch, length, seed=2)],
+        "mask": [some(length, length, seed=3), some(batch, attn.num_heads, length, length, seed=4)],
+    }
+    choices |= {name: [given] for name, given in told(attn).items()}
+    for chosen in itertools.product(*([None, *masks] for masks in choices.values())):
+        yield {name: mask for name, mask in zip(choices, chosen, strict=True) if mask is not None}
+
+
+def marked_of(batch: int, keys: int) -> Tensor:
+    """Marked tokens [b, k]: other ones in each sequence, and the first of each, as a prefix has."""
+    marked = some(batch, keys, seed=10, share=0.2)
+    marked[:, -1], marked[:, 0] = False, True
+    return marked
+
+
+def told(attn: Attention) -> Masks:
+    """What a call may say of its tokens beside masks: documents and marks, where supported."""
+    ways = {"documents": documents_of, "marked": marked_of}
+    return {name: way(size.batch, size.length) for name, way in ways.items() if name in attn.supports}
 
 
 def named(given: Masks) -> str:
@@ -87,6 +122,21 @@ def compare(
     got = seeded(attn, call or attn, *inputs, **masks)
     for name, oracle in oracles(attn):
         agree(got, seeded(attn, oracle, *inputs, **masks), f"{what}, against {name}", tolerance)
+
+
+def compare_with_fresh(used: Attention, make: Maker, what: str) -> None:
+    """Compares a module that has been used somehow with a fresh one, in eval and in a training step."""
+    fresh, x = make(), tokens(used).requires_grad_()
+    agree(used.eval()(x), fresh(x), f"{what}, against a module without a past")
+    right = gradients(fresh.train(), seeded(fresh, fresh, x), x=x)
+    for name, gradient in gradients(used.train(), seeded(used, used, x), x=x).items():
+        agree(gradient, right[name], f"{what}, against a module without a past: gradient of {name}")
+
+
+def sources(attn: Attention) -> dict[str, Tensor]:
+    """A context and, where they may come from a third place, values."""
+    found = {"context": tokens(attn, size.context, seed=6), "values": tokens(attn, size.context, seed=7)}
+    return {name: source for name, source in found.items() if takes(attn, name)}
 
 
 def compare_gradients(attn: Attention, what: str, inputs: dict[str, Tensor], **masks: Any) -> None:
@@ -167,12 +217,13 @@ def refuses(
     try:
         call(*inputs, **given)
     except error as raised:
-        message = str(raised)
+        message, foreign = str(raised), isinstance(raised, Refused)
     except Exception as raised:
         raise AssertionError(f"{what}: {type(raised).__name__} ({raised}), and a {error.__name__} is right") from raised
     else:
         raise AssertionError(f"{what}: it was accepted, and a {error.__name__} is right")
     missing = [str(word) for word in naming if str(word) not in message]
+    missing = [] if foreign else missing  # a module of somebody else's has words of its own
     assert not missing, f"{what}: the {error.__name__} should name {' and '.join(missing)}; it says: {message}"
 
 

@@ -5,6 +5,7 @@ hide in it.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,37 +14,47 @@ from torch import Tensor
 
 from attnzoo.attention import Attention
 from attnzoo.scope import Scope
+from attnzoo.testing.foreign import Foreign, has_usual_layers, layers_of
 
 Oracle = Callable[..., Tensor]
 
 
 def oracles(attn: Attention) -> list[tuple[str, Oracle]]:
     """Every way to compute what a call must give, each with its name."""
-    found: list[tuple[str, Oracle]] = [("its definition `expected`", definition(attn))]
+    found: list[tuple[str, Oracle]] = []
+    if not isinstance(attn, Foreign) or hasattr(attn.module, "expected"):
+        found.append(("its definition `expected`", definition(attn)))
     if is_plain(attn) and not attn.redraws:
-        found.append(("softmax over what `visible` shows", lambda *tokens, **call: plain(attn, *tokens, **call)))
+        found.append(("softmax over what `visible` shows", functools.partial(plain, attn)))
     return found
+
+
+def plainly(attn: Attention) -> Oracle:
+    """The one of them that shares the least with it."""
+    return oracles(attn)[-1][1]
 
 
 def is_plain(attn: Attention) -> bool:
     """Whether `visible` and softmax say all about a variant: nothing depends on content or is other mathematics."""
     kind = type(attn)
     own_score = attn.score is not None and attn.positions != "alibi"
-    layers = {name for name, _ in attn.named_children()}
-    usual = {"q_proj", "k_proj", "v_proj", "out_proj"}, {"qkv_proj", "out_proj"}
     overrides = kind.expected is not Attention.expected or kind.visible_for is not Attention.visible_for
-    return layers in usual and not own_score and not overrides
+    return has_usual_layers(attn) and not own_score and not overrides
 
 
-def definition(attn: Attention) -> Attention:
+def definition(attn: Attention) -> Oracle:
     """The same attention on the same parameters, computing `expected` where it would `attend`."""
+    if isinstance(attn, Foreign):
+        return attn.module.expected  # type: ignore[return-value]
     twin = copy.copy(attn)
     twin.attend = twin.expected  # type: ignore[method-assign]
     return twin
 
 
-def rounded_definition(attn: Attention) -> Attention:
+def rounded_definition(attn: Attention) -> Oracle:
     """The definition in float64 of queries, keys and values that have been rounded to the module's dtype."""
+    if isinstance(attn, Foreign):
+        return attn.module.expected  # type: ignore[return-value]
     twin = copy.copy(attn)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
@@ -68,6 +79,7 @@ def plain_weights(
     key_mask: Tensor | None = None,
     mask: Tensor | None = None,
     documents: Tensor | None = None,
+    marked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weights [b, h, q, k], and what they weigh: the values of every query head [b, h, k, f]."""
     crossed = context is not None or values is not None
@@ -88,7 +100,7 @@ def plain_weights(
     scores = torch.einsum("bhqd,bhkd->bhqk", q.to(wide), k.to(wide)) / attn.head_dim**0.5
     if attn.positions == "alibi":
         scores = scores - _alibi(heads, q.shape[2], k.shape[2]).to(wide)
-    seen = may_look(attn, q.shape[0], q.shape[2], k.shape[2], key_mask, mask, documents)
+    seen = may_look(attn, q.shape[0], q.shape[2], k.shape[2], key_mask, mask, documents, marked)
     scores = scores.where(seen, -torch.inf)
     highest = scores.detach().amax(-1, keepdim=True)
     weights = torch.exp(scores - highest.where(highest.isfinite(), 0))
@@ -98,8 +110,15 @@ def plain_weights(
 
 def project_out(attn: Attention, joined: Tensor) -> Tensor:
     """The output projection alone, of joined heads [b, q, e]."""
-    layers: Any = attn
-    return layers.out_proj(joined)
+    return layers_of(attn).out_proj(joined)
+
+
+def output_of_nothing(attn: Attention, x: Tensor) -> Tensor:
+    """What queries that see nothing must give: the output projection of zero."""
+    if has_usual_layers(attn):
+        return project_out(attn, torch.zeros_like(x))
+    nothing = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
+    return definition(attn)(torch.zeros_like(x), mask=nothing)
 
 
 def may_look(
@@ -110,9 +129,11 @@ def may_look(
     key_mask: Tensor | None = None,
     mask: Tensor | None = None,
     documents: Tensor | None = None,
+    marked: Tensor | None = None,
 ) -> Tensor:
     """Pattern and key_mask and mask and documents, as bool [b, h, q, k]; queries stand at the end of the keys."""
-    seen = attn.visible(queries, keys)[None].expand(batch, attn.num_heads, queries, keys)
+    seen = attn.visible(queries, keys)[None] if marked is None else attn.visible(queries, keys, marked=marked != 0)
+    seen = seen.expand(batch, attn.num_heads, queries, keys)
     if key_mask is not None:
         seen = seen & (key_mask != 0)[:, None, None, :]
     if mask is not None:
@@ -123,8 +144,8 @@ def may_look(
 
 
 def _projected(attn: Attention, x: Tensor, context: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    layers: Any = attn
-    if not hasattr(attn, "qkv_proj"):
+    layers = layers_of(attn)
+    if not hasattr(layers, "qkv_proj"):
         return layers.q_proj(x), layers.k_proj(context), layers.v_proj(values)
     narrow = attn.num_kv_heads * attn.head_dim
     rows = [attn.d_model, narrow, narrow]

@@ -11,8 +11,8 @@ Status = Literal["held", "failed", "not applicable"]
 class Outcome:
     """One check of one promise, in one setting.
 
-    `detail` says what was done, what came out and what was right, or why the check does not apply. `excuse` is the
-    reason for which a failure was expected.
+    `detail` says what was done, what came out and what was right, or why the check does not apply. `smallest` is the
+    smallest call that shows a failure, as a line of Python. `excuse` is the reason for which a failure was expected.
     """
 
     promise: str
@@ -20,6 +20,7 @@ class Outcome:
     setting: str
     status: Status
     detail: str = ""
+    smallest: str = ""
     excuse: str = ""
 
 
@@ -58,12 +59,17 @@ class Report:
         width = max(map(len, promises), default=0)
         lines = [f"{self.name}: {'the contract holds' if self.passed else 'THE CONTRACT IS BROKEN'}"]
         for promise in promises:
-            lines.append(f"  {promise:{width}}  {self.status_of(promise)}")
+            lines.append(f"  {promise:{width}}  {self.status_of(promise)}{self._reason(promise)}")
             lines += self._failures(promise)
         lines += [
             f"  {check} was expected to fail ({self.excuses[check]}), and holds" for check in self.unexpectedly_held
         ]
         return "\n".join(lines)
+
+    def _reason(self, promise: str) -> str:
+        """Why a promise does not apply, where it doesn't."""
+        reasons = {outcome.detail for outcome in self.outcomes if outcome.promise == promise}
+        return f": {'; '.join(sorted(reasons))}" if self.status_of(promise) == "not applicable" else ""
 
     def _failures(self, promise: str) -> list[str]:
         lines = []
@@ -72,4 +78,5 @@ class Report:
                 expected = f", as expected: {outcome.excuse}" if outcome.excuse else ""
                 lines.append(f"    {outcome.check} ({outcome.setting}){expected}")
                 lines += textwrap.wrap(outcome.detail, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+                lines += [f"        {outcome.smallest}"] if outcome.smallest else []
         return lines

@@ -1,11 +1,7 @@
 """The contract as functions: each takes a `Maker` and raises an AssertionError that says what went wrong."""
 
-from collections.abc import Callable
-
-from attnzoo.testing.checks import declared, decoding, masks, numbers, padding, randomness, sizes, state
-from attnzoo.testing.maker import Maker
-
-Check = Callable[[Maker], None]
+from attnzoo.testing.checks import declared, decoding, graphs, masks, numbers, padding, randomness, sizes, state
+from attnzoo.testing.probes import Check
 
 PROMISES: dict[str, tuple[Check, ...]] = {
     "1. True means may look": (
@@ -100,6 +96,7 @@ PROMISES: dict[str, tuple[Check, ...]] = {
         state.check_no_tensor_is_kept,
         state.check_inference_mode_does_not_stick,
         state.check_moving_does_not_stick,
+        state.check_meta_device_does_not_stick,
         state.check_inputs_are_not_modified,
     ),
     "15. Travels well": (
@@ -109,6 +106,9 @@ PROMISES: dict[str, tuple[Check, ...]] = {
         state.check_converts,
         state.check_gradient_checkpointing,
         state.check_every_parameter_learns,
+        graphs.check_compiles,
+        graphs.check_exports,
+        graphs.check_samples_have_gradients_of_their_own,
     ),
     "Bad options are refused": (
         declared.check_impossible_heads_are_refused,

@@ -1,19 +1,21 @@
 """What a variant refuses, and that it does what it declares."""
 
+from collections.abc import Callable
+
 import torch
 
 from attnzoo.errors import NotSupportedError, OptionError
-from attnzoo.registry import FEATURES
-from attnzoo.testing.maker import NUM_HEADS, Maker
+from attnzoo.registry import FEATURES, WAIVABLE
+from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    CONTEXT,
-    LENGTH,
     NotApplicable,
     documents_of,
+    marked_of,
     refuses,
+    takes,
     tokens,
 )
+from attnzoo.testing.size import size
 
 
 def check_impossible_heads_are_refused(make: Maker) -> None:
@@ -21,13 +23,15 @@ def check_impossible_heads_are_refused(make: Maker) -> None:
     for heads in (0, -1, True, 2.0, 5, 48):
         refuses(OptionError, f"num_heads={heads!r} of d_model=24", make, num_heads=heads, naming=("num_heads", heads))
     if "num_kv_heads" in make.accepts:
-        for groups in (0, -1, True, 2.0, 4, 2 * NUM_HEADS):
-            what = f"num_kv_heads={groups!r} of num_heads={NUM_HEADS}"
+        for groups in (0, -1, True, 2.0, 4, 2 * size.heads):
+            what = f"num_kv_heads={groups!r} of num_heads={size.heads}"
             refuses(OptionError, what, make, num_kv_heads=groups, naming=("num_kv_heads", groups))
 
 
 def check_impossible_options_are_refused(make: Maker) -> None:
     """Options that mean nothing are an OptionError when the module is built."""
+    if missing := {"dropout", "positions", "bias"} - make.accepts:
+        raise NotApplicable(f"it has no option {' nor '.join(sorted(missing))}")
     for name, value in (
         ("dropout", -0.1),
         ("dropout", 1.5),
@@ -43,11 +47,15 @@ def check_causal_is_what_was_asked_for(make: Maker) -> None:
     attn = make()
     names = {True: "causal", False: "bidirectional"}
     assert attn.causal == make.causal, f"built with causal={make.causal} it says causal={attn.causal}"
-    shown = attn.visible(LENGTH) if not attn.redraws else torch.zeros(1, LENGTH, LENGTH, dtype=torch.bool)
+    shown = (
+        attn.visible(size.length) if not attn.redraws else torch.zeros(1, size.length, size.length, dtype=torch.bool)
+    )
     assert not (make.causal and shown.triu(1).any()), "built with causal=True it shows what comes later"
     wrong = attn.supports & {names[not make.causal]} or {names[make.causal]} - attn.supports
     assert not wrong, f"built with causal={make.causal} it supports {sorted(attn.supports)}"
     other = names[not make.causal]
+    if "causal" not in make.accepts:
+        return
     try:
         Maker(make.factory, make.options, not make.causal)()
     except OptionError as error:
@@ -61,38 +69,45 @@ def check_features_are_what_is_declared(make: Maker) -> None:
     attn = make()
     unknown = (attn.supports | attn.without) - set(FEATURES)
     assert not unknown, f"no feature is named {', '.join(sorted(unknown))}; there are {', '.join(FEATURES)}"
+    kept = attn.without - set(WAIVABLE)
+    assert not kept, f"{', '.join(sorted(kept))} can't be done without, as `without` says; only {', '.join(WAIVABLE)}"
     x = tokens(attn)
-    calls = {
-        "cross": [lambda: attn(x, tokens(attn, CONTEXT)), lambda: attn(x, values=x)],
-        "documents": [lambda: attn(x, documents=documents_of(BATCH, LENGTH))],
-        "cache": [lambda: attn.new_cache(BATCH, LENGTH)],
-    }
-    for feature, uses in calls.items():
-        for use in uses:
-            if feature not in attn.supports:
-                refuses(NotSupportedError, f"{feature}, which is not among what it supports", use)
-                continue
-            try:
-                use()
-            except NotSupportedError as error:
-                raise AssertionError(f"{feature} is among what it supports, and it refuses: {error}") from error
+    uses: list[tuple[str, Callable[[], object]]] = [
+        ("cross", lambda: attn(x, tokens(attn, size.context))),
+        ("documents", lambda: attn(x, documents=documents_of(size.batch, size.length))),
+        ("marked", lambda: attn(x, marked=marked_of(size.batch, size.length))),
+        ("cache", lambda: attn.new_cache(size.batch, size.length)),
+    ]
+    if takes(attn, "values"):
+        uses.append(("cross", lambda: attn(x, values=x)))
+    if not attn.redraws:
+        uses.append(("weights", lambda: attn.weights(x)))
+    for feature, use in uses:
+        if feature not in attn.supports:
+            refuses(NotSupportedError, f"{feature}, which is not among what it supports", use)
+            continue
+        try:
+            use()
+        except NotSupportedError as error:
+            raise AssertionError(f"{feature} is among what it supports, and it refuses: {error}") from error
 
 
 def check_cache_is_refused_where_it_means_nothing(make: Maker) -> None:
     """`new_cache` without causal, and a cache together with a context, are a NotSupportedError."""
     attn = make()
     x = tokens(attn)
-    if not make.causal:
-        refuses(NotSupportedError, "new_cache without causal", attn.new_cache, BATCH, LENGTH)
+    if not make.causal and "cache" not in attn.supports:
+        refuses(NotSupportedError, "new_cache without causal", attn.new_cache, size.batch, size.length)
         other = Maker(make.factory, make.options, True)
         try:
-            cache = other().new_cache(BATCH, LENGTH)
+            cache = other().new_cache(size.batch, size.length)
         except (OptionError, NotSupportedError):
             return  # no cache to be had
         refuses(NotSupportedError, "a cache without causal", attn, x, cache=cache)
     elif "cache" in attn.supports:
-        cache = attn.new_cache(BATCH, LENGTH)
+        cache = attn.new_cache(size.batch, size.length)
         refuses(NotSupportedError, "a cache and context", attn, x, x, cache=cache)
-        refuses(NotSupportedError, "a cache and values", attn, x, values=x, cache=cache)
+        if takes(attn, "values"):
+            refuses(NotSupportedError, "a cache and values", attn, x, values=x, cache=cache)
     else:
         raise NotApplicable("it does without a cache")

@@ -12,9 +12,6 @@ from attnzoo.cache import Cache
 from attnzoo.errors import AttnzooError, CacheError, MaskError, NotSupportedError
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    LENGTH,
-    POSITIONS,
     NotApplicable,
     agree,
     documents_of,
@@ -27,8 +24,13 @@ from attnzoo.testing.probes import (
     some,
     tokens,
 )
+from attnzoo.testing.size import size
 
-SPLITS = ((LENGTH,), (1,) * LENGTH, (LENGTH - 1, 1), (1, LENGTH - 1), (3, 4, 1, 3), (0, 4, 0, 0, 7, 0))
+
+def _pieces() -> tuple[tuple[int, ...], ...]:
+    """Ways to cut a sequence."""
+    n, third = size.length, size.length // 3
+    return (n,), (1,) * n, (n - 1, 1), (1, n - 1), (third, third + 1, n - 2 * third - 1), (0, third, 0, 0, n - third, 0)
 
 
 def decode(attn: Attention, x: Tensor, pieces: Sequence[int], cache: Cache | None = None, **masks: Tensor) -> Tensor:
@@ -57,11 +59,11 @@ def _causal(make: Maker, **options: Any) -> Attention:
 
 def check_cached_equals_full(make: Maker) -> None:
     """Decoding gives what the full pass gives, however the sequence is cut: whole, by tokens, with empty pieces."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = _causal(make, positions=positions)
         x = tokens(attn)
         right = attn(x)
-        for pieces in SPLITS:
+        for pieces in _pieces():
             agree(
                 decode(attn, x, pieces), right, f"positions={positions!r}, read in pieces of {pieces}, against at once"
             )
@@ -72,12 +74,12 @@ def check_cached_equals_full(make: Maker) -> None:
 
 def check_cached_with_masks(make: Maker) -> None:
     """Decoding heeds key_mask [b, length + q], mask ending in length + q, and documents, in every combination."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = _causal(make, positions=positions)
         x = tokens(attn)
         for given in mask_combinations(attn):
             right = attn(x, **given)
-            for pieces in SPLITS[1::3]:
+            for pieces in _pieces()[1::3]:
                 what = f"positions={positions!r}, {named(given)}, read in pieces of {pieces}, against at once"
                 agree(decode(attn, x, pieces, **given), right, what)
 
@@ -85,9 +87,9 @@ def check_cached_with_masks(make: Maker) -> None:
 def check_cached_masks_may_change(make: Maker) -> None:
     """A later call may hide what an earlier one saw."""
     attn = _causal(make)
-    x, cache = tokens(attn), attn.new_cache(BATCH, LENGTH)
-    for start, stop in itertools.pairwise((0, 3, 4, 9, LENGTH)):
-        key_mask = some(BATCH, stop, seed=stop)
+    x, cache = tokens(attn), attn.new_cache(size.batch, size.length)
+    for start, stop in itertools.pairwise((0, 3, 4, 9, size.length)):
+        key_mask = some(size.batch, stop, seed=stop)
         key_mask[:, start:] = True
         y = attn(x[:, start:stop], cache=cache, key_mask=key_mask)
         right = attn(x[:, :stop], key_mask=key_mask)[:, start:]
@@ -96,22 +98,24 @@ def check_cached_masks_may_change(make: Maker) -> None:
 
 def check_hidden_tokens_stay_hidden(make: Maker) -> None:
     """A token that was hidden when it was appended stays hidden, whatever later key_masks say."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = _causal(make, positions=positions)
-        x, key_mask = tokens(attn), some(BATCH, LENGTH, seed=2)
+        x, key_mask = tokens(attn), some(size.batch, size.length, seed=2)
         key_mask[:, 5:] = True
         right = attn(x, key_mask=key_mask)
         for later in ("left out", "all True"):
-            cache = attn.new_cache(BATCH, LENGTH)
+            cache = attn.new_cache(size.batch, size.length)
             first = attn(x[:, :5].masked_fill(~key_mask[:, :5, None], torch.nan), cache=cache, key_mask=key_mask[:, :5])
             rest = [
                 attn(
-                    x[:, 5:8], cache=cache, **({} if later == "left out" else {"key_mask": torch.ones(BATCH, 8).bool()})
+                    x[:, 5:8],
+                    cache=cache,
+                    **({} if later == "left out" else {"key_mask": torch.ones(size.batch, 8).bool()}),
                 ),
                 attn(
                     x[:, 8:],
                     cache=cache,
-                    **({} if later == "left out" else {"key_mask": torch.ones(BATCH, LENGTH).bool()}),
+                    **({} if later == "left out" else {"key_mask": torch.ones(size.batch, size.length).bool()}),
                 ),
             ]
             what = f"positions={positions!r}, tokens hidden in the prompt and later key_masks {later}"
@@ -120,11 +124,11 @@ def check_hidden_tokens_stay_hidden(make: Maker) -> None:
 
 def check_padded_prompts_decode_as_alone(make: Maker) -> None:
     """Prompts padded on the left to one length decode as each does alone; rotary positions count visible tokens."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = _causal(make, positions=positions)
         need(attn, "left_padding")
         x, padding = tokens(attn), (0, 3, 5)
-        key_mask = torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
+        key_mask = torch.arange(size.length) >= torch.tensor(padding)[:, None]
         y = decode(attn, x, (7, 1, 2, 1), key_mask=key_mask)
         for row, start in enumerate(padding):
             alone = attn(x[row : row + 1, start:])
@@ -135,37 +139,41 @@ def check_padded_prompts_decode_as_alone(make: Maker) -> None:
 def check_refused_calls_change_no_cache(make: Maker) -> None:
     """`max_length` bounds a cache, and a call that is refused leaves the cache as it was."""
     attn = _causal(make)
-    x, maximum = tokens(attn), LENGTH - 1
+    x, maximum = tokens(attn), size.length - 1
     right = attn(x)
-    cache = attn.new_cache(BATCH, maximum)
-    assert cache.max_length == maximum, f"new_cache({BATCH}, {maximum}) has max_length {cache.max_length}"
+    cache = attn.new_cache(size.batch, maximum)
+    assert cache.max_length == maximum, f"new_cache({size.batch}, {maximum}) has max_length {cache.max_length}"
     for start, stop in itertools.pairwise((0, 4, 5, maximum)):
         piece, length = x[:, start:stop], stop - start
         other, ones = torch.full_like(piece, 1e6), torch.ones
-        refuses(CacheError, f"{LENGTH - start} tokens onto {start} of {maximum}", attn, x[:, start:] + 1, cache=cache)
+        refuses(
+            CacheError, f"{size.length - start} tokens onto {start} of {maximum}", attn, x[:, start:] + 1, cache=cache
+        )
         refuses(CacheError, "another batch size", attn, other[:1], cache=cache)
         refuses(MaskError, "a float mask", attn, other, cache=cache, mask=ones(length, stop))
         refuses(MaskError, "a mask one too long", attn, other, cache=cache, mask=ones(length, stop + 1).bool())
-        refuses(MaskError, "a key_mask one too long", attn, other, cache=cache, key_mask=ones(BATCH, stop + 1).bool())
+        refuses(
+            MaskError, "a key_mask one too long", attn, other, cache=cache, key_mask=ones(size.batch, stop + 1).bool()
+        )
         if start:
             what = "a key_mask of the new tokens only"
-            refuses(MaskError, what, attn, other, cache=cache, key_mask=ones(BATCH, length).bool(), naming=(stop,))
+            refuses(MaskError, what, attn, other, cache=cache, key_mask=ones(size.batch, length).bool(), naming=(stop,))
         refuses(NotSupportedError, "a cache and context", attn, other, x, cache=cache)
         refuses(NotSupportedError, "a cache and values", attn, other, values=other, cache=cache)
         if "documents" not in attn.supports:
-            refuses(NotSupportedError, "documents", attn, other, cache=cache, documents=documents_of(BATCH, stop))
+            refuses(NotSupportedError, "documents", attn, other, cache=cache, documents=documents_of(size.batch, stop))
         assert cache.length == start, f"refused calls moved the cache's length from {start} to {cache.length}"
         agree(attn(piece, cache=cache), right[:, start:stop], f"tokens {start} to {stop} after calls that were refused")
 
 
 def check_crop_and_reset(make: Maker) -> None:
     """`crop` and `reset` take tokens back: what follows is as if they had never been read."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = _causal(make, positions=positions)
         x, other = tokens(attn), tokens(attn, seed=6)
-        key_mask = some(BATCH, LENGTH, seed=2)
+        key_mask = some(size.batch, size.length, seed=2)
         for kept in (7, 4, 0):
-            cache = attn.new_cache(BATCH, LENGTH, rewind=6)
+            cache = attn.new_cache(size.batch, size.length, rewind=6)
             decode(attn, other, (5, 5), cache, key_mask=key_mask)
             refuses(CacheError, "crop(11) of 10 tokens", cache.crop, 11)
             refuses(CacheError, "crop(-1)", cache.crop, -1)
@@ -175,7 +183,7 @@ def check_crop_and_reset(make: Maker) -> None:
             mended = torch.cat([other[:, :kept], x[:, kept:]], dim=1)
             seen = key_mask.clone()
             seen[:, kept:] = True
-            y = decode(attn, mended, (1, LENGTH - kept - 1), cache)
+            y = decode(attn, mended, (1, size.length - kept - 1), cache)
             agree(y, attn(mended, key_mask=seen)[:, kept:], f"positions={positions!r}, after crop({kept})")
         cache.reset()
         assert cache.length == 0, f"after reset() length is {cache.length}"
@@ -185,9 +193,9 @@ def check_crop_and_reset(make: Maker) -> None:
 def check_reorder(make: Maker) -> None:
     """`reorder` puts the sequences of a cache in another order, hidden tokens included; `nbytes` is its size."""
     attn = _causal(make)
-    x, key_mask, index = tokens(attn), some(BATCH, LENGTH, seed=2), torch.tensor([2, 0, 0])
+    x, key_mask, index = tokens(attn), some(size.batch, size.length, seed=2), torch.tensor([2, 0, 0])
     key_mask[:, 5:] = True
-    cache = attn.new_cache(BATCH, LENGTH)
+    cache = attn.new_cache(size.batch, size.length)
     decode(attn, x[:, :5], (5,), cache, key_mask=key_mask[:, :5])
     bytes_before = cache.nbytes
     cache.reorder(index)
@@ -196,7 +204,7 @@ def check_reorder(make: Maker) -> None:
     )
     y = decode(attn, x[index], (1, 5), cache)
     agree(y, attn(x, key_mask=key_mask)[index, 5:], f"after reorder({index.tolist()})")
-    for wrong in (torch.tensor([0, 1, BATCH]), torch.tensor([-1, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
+    for wrong in (torch.tensor([0, 1, size.batch]), torch.tensor([-1, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
         refuses(AttnzooError, f"reorder({wrong.tolist()})", cache.reorder, wrong)
 
 
@@ -205,7 +213,7 @@ def check_cached_keys_are_detached(make: Maker) -> None:
     for training in (False, True):
         attn = _causal(make, training=training)
         pieces = [piece.clone().requires_grad_() for piece in tokens(attn).split((4, 1, 6), dim=1)]
-        cache = attn.new_cache(BATCH, LENGTH)
+        cache = attn.new_cache(size.batch, size.length)
         outputs = [attn(piece, cache=cache) for piece in pieces]
         for number, output in reversed(list(enumerate(outputs))):
             found = gradients(attn, output, **{str(other): piece for other, piece in enumerate(pieces)})
@@ -236,7 +244,7 @@ def check_queries_train_over_frozen_keys(make: Maker) -> None:
 def check_empty_cache_is_used(make: Maker) -> None:
     """An empty cache is not "no cache": the caller's own is filled."""
     attn = _causal(make)
-    x, cache = tokens(attn), attn.new_cache(BATCH, LENGTH)
+    x, cache = tokens(attn), attn.new_cache(size.batch, size.length)
     agree(attn(x[:, :0], cache=cache), x[:, :0], "no tokens with an empty cache")
     attn(x[:, :4], cache=cache)
     assert cache.length == 4, f"an empty cache given to a call with 4 tokens has length {cache.length} afterwards"
@@ -246,9 +254,9 @@ def check_empty_cache_is_used(make: Maker) -> None:
 def check_caches_do_not_mix(make: Maker) -> None:
     """Two conversations with one module share nothing."""
     attn = _causal(make)
-    talks = [(tokens(attn, seed=seed), attn.new_cache(BATCH, LENGTH)) for seed in (1, 6)]
+    talks = [(tokens(attn, seed=seed), attn.new_cache(size.batch, size.length)) for seed in (1, 6)]
     outputs: list[list[Tensor]] = [[], []]
-    for start, stop in itertools.pairwise((0, 4, 5, LENGTH)):
+    for start, stop in itertools.pairwise((0, 4, 5, size.length)):
         for (x, cache), found in zip(talks, outputs, strict=True):
             found.append(attn(x[:, start:stop], cache=cache))
             attn(x)
@@ -260,7 +268,7 @@ def check_cached_in_any_dtype(make: Maker) -> None:
     """A cache holds half precision and works under autocast."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.04), (torch.float16, 0.005)):
         attn = _causal(make, dtype=dtype, positions="rotary")
-        x, key_mask = tokens(attn), some(BATCH, LENGTH, seed=2)
+        x, key_mask = tokens(attn), some(size.batch, size.length, seed=2)
         y = decode(attn, x, (4, 1, 6), key_mask=key_mask)
         assert y.dtype == dtype, f"decoding {dtype} gives {y.dtype}"
         agree(y, attn(x, key_mask=key_mask), f"decoding in {dtype}, against at once", tolerance)
@@ -268,4 +276,4 @@ def check_cached_in_any_dtype(make: Maker) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y, right = decode(attn, tokens(attn), (4, 1, 6)), attn(tokens(attn))
     agree(y, right, "decoding under bfloat16 autocast, against at once", 0.04)
-    same(decode(attn, tokens(attn), (LENGTH,)), decode(attn, tokens(attn), (LENGTH,)), "decoding twice")
+    same(decode(attn, tokens(attn), (size.length,)), decode(attn, tokens(attn), (size.length,)), "decoding twice")

@@ -10,12 +10,10 @@ from attnzoo.attention import Attention
 from attnzoo.errors import MaskError
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
     DTYPES,
-    LENGTH,
+    Masks,
     agree,
     compare,
-    documents_of,
     finite,
     gradients,
     mask_combinations,
@@ -25,8 +23,10 @@ from attnzoo.testing.probes import (
     seeded,
     some,
     tokens,
+    told,
 )
-from attnzoo.testing.reference import is_plain, may_look, plain, rounded_definition
+from attnzoo.testing.reference import is_plain, may_look, output_of_nothing, plain, rounded_definition
+from attnzoo.testing.size import size
 
 LOOSE = 0.05  # for bfloat16; a mask that is not heeded is further off
 
@@ -35,9 +35,15 @@ def check_true_means_may_look(make: Maker) -> None:
     """True in a mask means that a query may look, or that a token is real; False hides."""
     attn = make()
     x = tokens(attn)
-    key_mask, mask = torch.ones(BATCH, LENGTH, dtype=torch.bool), torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    key_mask, mask = (
+        torch.ones(size.batch, size.length, dtype=torch.bool),
+        torch.ones(size.length, size.length, dtype=torch.bool),
+    )
     agree(attn(x, key_mask=key_mask, mask=mask), attn(x), "masks that are all True, against no mask")
-    masks: dict[str, Any] = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}
+    masks: dict[str, Any] = {
+        "key_mask": some(size.batch, size.length, seed=2),
+        "mask": some(size.length, size.length, seed=3),
+    }
     for name, mask in masks.items():
         y = attn(x, **{name: mask})
         compare(attn, f"with a {name}", x, **{name: mask})
@@ -47,7 +53,7 @@ def check_true_means_may_look(make: Maker) -> None:
 def check_whole_numbers_are_masks(make: Maker) -> None:
     """Masks of whole numbers, as tokenizers give them, mean the same as bool ones; non-zero is True."""
     attn = make()
-    x, key_mask, mask = tokens(attn), some(BATCH, LENGTH, seed=2), some(LENGTH, LENGTH, seed=3)
+    x, key_mask, mask = tokens(attn), some(size.batch, size.length, seed=2), some(size.length, size.length, seed=3)
     right = attn(x, key_mask=key_mask, mask=mask)
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
         for one in (1, 2, 127):
@@ -56,52 +62,54 @@ def check_whole_numbers_are_masks(make: Maker) -> None:
 
 
 def check_float_masks_are_refused(make: Maker) -> None:
-    """A float mask is a MaskError, whichever float type and numbers it has; so are float documents."""
+    """A float mask is a MaskError, whichever float type and numbers it has; so are float documents and marks."""
     attn = make()
-    x, key_mask, mask = tokens(attn), some(BATCH, LENGTH, seed=2), some(LENGTH, LENGTH, seed=3)
+    x, key_mask, mask = tokens(attn), some(size.batch, size.length, seed=2), some(size.length, size.length, seed=3)
     for dtype in DTYPES:
         for name, given in (("key_mask", key_mask), ("mask", mask), ("mask", mask[None, None])):
             added = torch.zeros(given.shape, dtype=dtype).masked_fill(~given, -torch.inf)
             for kind, floats in (("0 and 1", given.to(dtype)), ("0 and -inf", added)):
                 refuses(MaskError, f"a {name} of {kind} in {dtype}", attn, x, **{name: floats}, naming=(name,))
-        if "documents" in attn.supports:
-            ids = documents_of(BATCH, LENGTH).to(dtype)
-            refuses(MaskError, f"documents in {dtype}", attn, x, documents=ids, naming=("documents",))
+        for name, ids in told(attn).items():
+            refuses(MaskError, f"{name} in {dtype}", attn, x, **{name: ids.to(dtype)}, naming=(name,))
 
 
 def check_other_mask_shapes_are_refused(make: Maker) -> None:
     """Masks of any other shape are a MaskError that names the right one."""
     attn = make()
     x = tokens(attn)
-    _refuse_other_masks(attn, BATCH, LENGTH)
-    shapes = ((LENGTH,), (BATCH, 1), (1, LENGTH), (BATCH, LENGTH + 1), (BATCH, 1, 1, LENGTH), (LENGTH, BATCH), ())
+    _refuse_other_masks(attn, size.batch, size.length)
+    shapes = (
+        (size.length,),
+        (size.batch, 1),
+        (1, size.length),
+        (size.batch, size.length + 1),
+        (size.batch, 1, 1, size.length),
+        (size.length, size.batch),
+        (),
+    )
     for shape in shapes:
-        ones = torch.ones(shape, dtype=torch.int64)
-        refuses(MaskError, f"a key_mask {list(shape)}", attn, x, key_mask=ones, naming=(BATCH, LENGTH))
-        if "documents" in attn.supports:
-            refuses(MaskError, f"documents {list(shape)}", attn, x, documents=ones, naming=(BATCH, LENGTH))
+        for name in ("key_mask", *told(attn)):
+            given = {name: torch.ones(shape, dtype=torch.int64)}
+            refuses(MaskError, f"{name} {list(shape)}", attn, x, **given, naming=(size.batch, size.length))
 
 
 def check_equal_sizes_change_no_meaning(make: Maker) -> None:
     """A mask means what its argument says, also where batch, length and heads happen to be equal."""
     attn = make()
-    size = attn.num_heads
-    x, mask, key_mask = tokens(attn, size, batch=size), some(size, size, seed=3), some(size, size, seed=2)
-    compare(attn, f"b = h = q = {size}, with a mask", x, mask=mask)
-    compare(attn, f"b = h = q = {size}, with a key_mask", x, key_mask=key_mask)
+    n = attn.num_heads
+    x, mask, key_mask, what = tokens(attn, n, n), some(n, n, seed=3), some(n, n, seed=2), f"b = h = q = {n}"
+    compare(attn, f"{what}, with a mask", x, mask=mask)
+    compare(attn, f"{what}, with a key_mask", x, key_mask=key_mask)
     masked, padded = attn(x, mask=mask), attn(x, key_mask=key_mask)
-    for row in range(size):
+    for row in range(n):
         one = slice(row, row + 1)
-        agree(
-            masked[one],
-            attn(x[one], mask=mask),
-            f"b = h = q = {size}, with a mask, sequence {row} against itself alone",
-        )
+        agree(masked[one], attn(x[one], mask=mask), f"{what}, with a mask, sequence {row} against itself alone")
         alone = attn(x[one], key_mask=key_mask[one])
-        agree(padded[one], alone, f"b = h = q = {size}, with a key_mask, sequence {row} against itself alone")
-    _refuse_other_masks(attn, size, size)
-    _refuse_other_masks(attn, LENGTH, LENGTH)
-    _refuse_other_masks(attn, size, LENGTH)
+        agree(padded[one], alone, f"{what}, with a key_mask, sequence {row} against itself alone")
+    _refuse_other_masks(attn, n, n)
+    _refuse_other_masks(attn, size.length, size.length)
+    _refuse_other_masks(attn, n, size.length)
 
 
 def _refuse_other_masks(attn: Attention, batch: int, length: int) -> None:
@@ -130,7 +138,7 @@ def check_masks_combine(make: Maker) -> None:
 def check_masks_broadcast(make: Maker) -> None:
     """A 4-D mask may have 1 in place of batch, heads, queries or keys."""
     attn = make()
-    x, full = tokens(attn), (BATCH, attn.num_heads, LENGTH, LENGTH)
+    x, full = tokens(attn), (size.batch, attn.num_heads, size.length, size.length)
     for axes in range(16):
         shape = [size if axes >> axis & 1 else 1 for axis, size in enumerate(full)]
         mask = some(*shape, seed=5)
@@ -175,9 +183,9 @@ def check_sequences_are_alone(make: Maker) -> None:
     x = tokens(attn)
     for given in mask_combinations(attn):
         y = attn(x, **given)
-        for row in range(BATCH):
+        for row in range(size.batch):
             one = slice(row, row + 1)
-            alone = {name: mask[one] if mask.shape[0] == BATCH else mask for name, mask in given.items()}
+            alone = {name: mask[one] if mask.shape[0] == size.batch else mask for name, mask in given.items()}
             agree(attn(x[one], **alone), y[one], f"sequence {row} alone, {named(given)}")
 
 
@@ -187,15 +195,14 @@ def check_gradients_go_where_queries_look(make: Maker) -> None:
         attn = make(dropout=0.3 if training else 0.0, training=training)
         if attn.redraws:
             continue  # nobody can know what it shows
-        given = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(BATCH, attn.num_heads, LENGTH, LENGTH, seed=4)}
-        if "documents" in attn.supports:
-            given["documents"] = documents_of(BATCH, LENGTH)
+        mask = some(size.batch, attn.num_heads, size.length, size.length, seed=4)
+        given = {"key_mask": some(size.batch, size.length, seed=2), "mask": mask, **told(attn)}
         x = tokens(attn).requires_grad_()
         y = attn(x, **given)
-        seen = may_look(attn, BATCH, LENGTH, LENGTH, **given).any(1)  # [b q k]
-        itself = torch.eye(LENGTH, dtype=torch.bool) & seen.any(-1, keepdim=True) & given["key_mask"][:, None]
+        seen = may_look(attn, size.batch, size.length, size.length, **given).any(1)  # [b q k]
+        itself = torch.eye(size.length, dtype=torch.bool) & seen.any(-1, keepdim=True) & given["key_mask"][:, None]
         felt = torch.empty_like(seen)
-        for query in range(LENGTH):
+        for query in range(size.length):
             (gradient,) = torch.autograd.grad(y[:, query].square().sum(), x, retain_graph=True)
             felt[:, query] = (gradient != 0).any(-1)
         mode = "in training" if training else "in eval"
@@ -218,7 +225,7 @@ def check_queries_that_see_nothing_get_zero(make: Maker) -> None:
         for training in (False, True):
             attn = make(dtype=dtype, training=training, dropout=0.2)
             x = tokens(attn)
-            zero = attn.out_proj(torch.zeros_like(x))
+            zero = output_of_nothing(attn, x)
             for name, given, empty in _leaving_nothing(attn):
                 what = f"{dtype}, {'training' if training else 'eval'}, {name}"
                 y = attn(x, **given)
@@ -235,13 +242,12 @@ def check_queries_that_see_nothing_give_no_gradient(make: Maker) -> None:
             for name, given, empty in _leaving_nothing(attn):
                 what = f"{dtype}, {'training' if training else 'eval'}, {name}"
                 y = attn(x, **given)
+                right = gradients(attn, output_of_nothing(attn, x).masked_fill(~empty[:, :, None], 0), x=x)
                 for key, gradient in gradients(attn, y.masked_fill(~empty[:, :, None], 0), x=x).items():
-                    if key != "out_proj.bias" and gradient is not None:
-                        same(
-                            gradient,
-                            torch.zeros_like(gradient),
-                            f"{what}: gradient of {key} from queries that see nothing",
-                        )
+                    wanted = right[key]
+                    if gradient is not None:
+                        wanted = torch.zeros_like(gradient) if wanted is None else wanted
+                        same(gradient, wanted, f"{what}: gradient of {key} from queries that see nothing")
                 for key, gradient in gradients(attn, attn(x, **given), x=x).items():
                     finite(gradient, f"{what}: gradient of {key}")
 
@@ -249,9 +255,9 @@ def check_queries_that_see_nothing_give_no_gradient(make: Maker) -> None:
 def check_queries_that_see_nothing_harm_no_other(make: Maker) -> None:
     """A sequence that is hidden whole changes no output and no gradient of the others."""
     attn = make(training=True)
-    x, others = tokens(attn).requires_grad_(), [0, 2]
-    key_mask = some(BATCH, LENGTH, seed=2)
-    key_mask[1] = False
+    x, key_mask = tokens(attn).requires_grad_(), some(size.batch, size.length, seed=2)
+    others = torch.arange(size.batch) != 1
+    key_mask[~others] = False
     y = seeded(attn, attn, x, key_mask=key_mask)
     alone = seeded(attn, attn, x[others], key_mask=key_mask[others])
     agree(y[others], alone, "beside a sequence that is hidden whole")
@@ -260,24 +266,20 @@ def check_queries_that_see_nothing_harm_no_other(make: Maker) -> None:
         agree(got[name], gradient, f"beside a sequence that is hidden whole: gradient of {name}")
 
 
-def _leaving_nothing(attn: Attention) -> list[tuple[str, dict[str, Any], Tensor]]:
+def _leaving_nothing(attn: Attention) -> list[tuple[str, Masks, Tensor]]:
     """Ways to leave queries with nothing to look at: what it is, the masks, and which queries [b, q] that are."""
-    mask, key_mask = some(LENGTH, LENGTH, seed=3), some(BATCH, LENGTH, seed=2)
-    mask[[2, 6]] = False
-    key_mask[1] = False
-    rows, sequence = torch.zeros(BATCH, LENGTH, dtype=torch.bool), torch.zeros(BATCH, LENGTH, dtype=torch.bool)
-    rows[:, [2, 6]] = True
-    sequence[1] = True
-    ways = [
-        ("two rows of the mask False", {"mask": mask}, rows),
+    mask, key_mask = some(size.length, size.length, seed=3), some(size.batch, size.length, seed=2)
+    rows = torch.zeros(size.batch, size.length, dtype=torch.bool)
+    sequence, hole = torch.zeros_like(rows), torch.zeros_like(rows)
+    rows[:, 2::4], sequence[1:2], hole[:, [0, 1, -1]] = True, True, True
+    mask, key_mask = mask & ~rows[0, :, None], key_mask & ~sequence
+    ways: list[tuple[str, Masks, Tensor]] = [
+        ("some rows of the mask False", {"mask": mask}, rows),
         ("a sequence hidden whole", {"key_mask": key_mask}, sequence),
     ]
     if not attn.redraws:
-        hole = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
-        hole[:, [0, 1, -1]] = True
-        ways.append(
-            ("a mask of all that the pattern hides", {"mask": ~attn.visible(LENGTH)[None]}, torch.ones_like(rows))
-        )
-        unseen = ~may_look(attn, BATCH, LENGTH, LENGTH, hole).any((1, 3))
+        unseen = ~may_look(attn, size.batch, size.length, size.length, hole).any((1, 3))
+        hides = ~attn.visible(size.length)[None]
+        ways.append(("a mask of all that the pattern hides", {"mask": hides}, torch.ones_like(rows)))
         ways.append(("all but three tokens hidden", {"key_mask": hole}, unseen))
     return ways

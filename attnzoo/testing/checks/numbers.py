@@ -9,11 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.attention import Attention
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    CONTEXT,
     DTYPES,
-    LENGTH,
-    POSITIONS,
     NotApplicable,
     agree,
     compare,
@@ -25,16 +21,16 @@ from attnzoo.testing.probes import (
     same,
     seeded,
     some,
+    takes,
     tokens,
 )
 from attnzoo.testing.reference import is_plain, plain_weights
-
-LATER = 6  # the first token that is changed
+from attnzoo.testing.size import size
 
 
 def check_output_is_what_the_pattern_says(make: Maker) -> None:
     """The output equals dense float64 attention over the visible keys, in eval and in training."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         for training in (False, True):
             attn = make(positions=positions, training=training)
             compare(attn, f"positions={positions!r}, {'training' if training else 'eval'}", tokens(attn))
@@ -42,8 +38,11 @@ def check_output_is_what_the_pattern_says(make: Maker) -> None:
 
 def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
     """The gradients of inputs and parameters equal those of dense float64 attention over the visible keys."""
-    for positions in POSITIONS:
-        for given in ({}, {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}):
+    for positions in make.positions:
+        for given in (
+            {},
+            {"key_mask": some(size.batch, size.length, seed=2), "mask": some(size.length, size.length, seed=3)},
+        ):
             attn = make(positions=positions, training=True)
             what = f"positions={positions!r}, with {' and '.join(given) or 'no masks'}"
             compare_gradients(attn, what, {"x": tokens(attn)}, **given)
@@ -51,14 +50,14 @@ def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
 
 def check_positions_are_right_with_masks(make: Maker) -> None:
     """Rotary and ALiBi positions are right beside padding; rotary ones count visible tokens only."""
-    for positions in ("rotary", "alibi"):
+    for positions in make.positions[1:]:
         attn = make(positions=positions)
         for share in (0.3, 0.8):
             compare(
                 attn,
                 f"positions={positions!r}, padded",
                 tokens(attn),
-                key_mask=some(BATCH, LENGTH, seed=2, share=share),
+                key_mask=some(size.batch, size.length, seed=2, share=share),
             )
 
 
@@ -66,37 +65,40 @@ def check_cross_attention(make: Maker) -> None:
     """Keys come from a context and values from it or a third place, of any length; output and gradients are right."""
     attn = make()
     need(attn, "cross")
-    sizes = [(LENGTH, CONTEXT), (1, CONTEXT), (LENGTH, LENGTH)]
+    sizes = [(size.length, size.context), (1, size.context), (size.length, size.length)]
     if "causal" not in attn.supports:
-        sizes += [(CONTEXT, LENGTH), (CONTEXT, 1)]
+        sizes += [(size.context, size.length), (size.context, 1)]
     for queries, keys in sizes:
         x, context, values = tokens(attn, queries), tokens(attn, keys, seed=6), tokens(attn, keys, seed=7)
-        key_mask, mask = some(BATCH, keys, seed=2), some(BATCH, attn.num_heads, queries, keys, seed=4)
+        key_mask, mask = some(size.batch, keys, seed=2), some(size.batch, attn.num_heads, queries, keys, seed=4)
         masks: list[dict[str, Any]] = [{}, {"key_mask": key_mask}, {"mask": mask}]
         for given in (*masks, {"key_mask": key_mask, "mask": mask[0, 0]}):
             what = f"{queries} queries over a context of {keys}, with {' and '.join(given) or 'no masks'}"
             compare(attn, what, x, context, **given)
-            compare(attn, f"{what}, values from elsewhere", x, context, values=values, **given)
+            if takes(attn, "values"):
+                compare(attn, f"{what}, values from elsewhere", x, context, values=values, **given)
         if "documents" in attn.supports and queries <= keys:
             compare(
                 attn,
                 f"{queries} queries over a context of {keys}, with documents",
                 x,
                 context,
-                documents=documents_of(BATCH, keys),
+                documents=documents_of(size.batch, keys),
             )
-        inputs = {"x": x, "context": context, "values": values}
+        inputs = {"x": x, "context": context} | ({"values": values} if takes(attn, "values") else {})
         compare_gradients(attn, f"{queries} queries over a context of {keys}", inputs, key_mask=key_mask)
-    compare(attn, "only values from elsewhere", tokens(attn), values=tokens(attn, seed=7))
+    if takes(attn, "values"):
+        compare(attn, "only values from elsewhere", tokens(attn), values=tokens(attn, seed=7))
 
 
 def check_documents_are_alone(make: Maker) -> None:
     """Packed documents give what each gives alone, positions included."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = make(positions=positions)
         need(attn, "documents")
-        x, lengths = tokens(attn), (4, 1, 6)
-        ids = torch.tensor([7, 3, 5]).repeat_interleave(torch.tensor(lengths)).expand(BATCH, -1)
+        lengths = (4, 1, size.length - 5)
+        x = tokens(attn)
+        ids = torch.tensor([7, 3, 5]).repeat_interleave(torch.tensor(lengths)).expand(size.batch, -1)
         alone = torch.cat([attn(part) for part in x.split(lengths, dim=1)], dim=1)
         agree(
             attn(x, documents=ids),
@@ -107,15 +109,16 @@ def check_documents_are_alone(make: Maker) -> None:
 
 def check_weights_are_those_of_the_pattern(make: Maker) -> None:
     """`weights` gives the weight of each key for each query, of all heads and queries or of chosen ones."""
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = make(positions=positions, dropout=0.2)
+        need(attn, "weights")
         if not is_plain(attn):
             raise NotApplicable("it has a definition of its own")
-        x, mask = tokens(attn), some(BATCH, 1, LENGTH, LENGTH, seed=3)
-        given: dict[str, Any] = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": mask}
+        x, mask = tokens(attn), some(size.batch, 1, size.length, size.length, seed=3)
+        given: dict[str, Any] = {"key_mask": some(size.batch, size.length, seed=2), "mask": mask}
         weights = attn.weights(x, **given)
         agree(weights, plain_weights(attn, x, **given)[0], f"positions={positions!r}: weights")
-        heads, queries = [4, 0, 3], [9, 2]
+        heads, queries = [4, 0, 3], [-2, 2]
         chosen = attn.weights(x, heads=heads, queries=queries, **given)
         agree(
             chosen,
@@ -123,46 +126,47 @@ def check_weights_are_those_of_the_pattern(make: Maker) -> None:
             f"positions={positions!r}: weights of heads {heads}, queries {queries}",
         )
     attn = make()
-    for length in (LENGTH - 4, CONTEXT) if "cross" in attn.supports else ():
-        if length <= LENGTH or "causal" not in attn.supports:
+    for length in (size.length // 2, size.context) if "cross" in attn.supports else ():
+        if length <= size.length or "causal" not in attn.supports:
             got, right = attn.weights(tokens(attn, length), x), plain_weights(attn, tokens(attn, length), x)[0]
-            agree(got, right, f"weights of {length} queries over a context of {LENGTH}")
+            agree(got, right, f"weights of {length} queries over a context of {size.length}")
 
 
 def check_later_tokens_change_nothing(make: Maker) -> None:
     """Under causal, later tokens can hold any finite value and no earlier output changes by a bit."""
     for attn, how, given in _looking_back(make):
         dtype = next(attn.parameters()).dtype
-        x, later = tokens(attn), noise(BATCH, LENGTH - LATER, attn.d_model, seed=8)
+        x, later = tokens(attn), size.length // 2
+        other = noise(size.batch, size.length - later, attn.d_model, seed=8)
         y = seeded(attn, attn, x, **given)
-        for size in (1, 1e4 if dtype == torch.float16 else 1e30):
+        for scale in (1, 1e4 if dtype == torch.float16 else 1e30):
             x = x.clone()
-            x[:, LATER:] = later * size
+            x[:, later:] = other * scale
             changed = seeded(attn, attn, x, **given)
             same(
-                changed[:, :LATER], y[:, :LATER], f"{dtype}, {how}, tokens from {LATER} on changed to about {size:.0e}"
+                changed[:, :later], y[:, :later], f"{dtype}, {how}, tokens from {later} on changed to about {scale:.0e}"
             )
 
 
 def check_later_tokens_get_no_gradient(make: Maker) -> None:
     """Under causal, the gradient of later tokens from earlier outputs is exactly zero."""
     for attn, how, given in _looking_back(make):
-        x = tokens(attn).requires_grad_()
+        x, later = tokens(attn).requires_grad_(), size.length // 2
         for call in (attn, lambda x, **masks: checkpoint(attn, x, use_reentrant=False, **masks)):  # noqa: B023 (used at once)
-            gradient = gradients(attn, seeded(attn, call, x, **given)[:, :LATER], x=x)["x"]
+            gradient = gradients(attn, seeded(attn, call, x, **given)[:, :later], x=x)["x"]
             assert gradient is not None
-            later = gradient[:, LATER:]
-            same(later, torch.zeros_like(later), f"{how}: gradient of tokens from {LATER} on")
+            felt = gradient[:, later:]
+            same(felt, torch.zeros_like(felt), f"{how}: gradient of tokens from {later} on")
 
 
 def _looking_back(make: Maker) -> Iterator[tuple[Attention, str, dict[str, Any]]]:
     """A causal module in each dtype, with masks, with dropout, with positions."""
     need(make(), "causal")
-    masks = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}
+    masks = {"key_mask": some(size.batch, size.length, seed=2), "mask": some(size.length, size.length, seed=3)}
     for dtype in DTYPES:
         yield make(dtype=dtype), "in eval", {}
     yield make(), "with masks", masks
     yield make(dropout=0.3, training=True), "in training with dropout", {}
     yield make(dropout=0.3, training=True), "in training with dropout and masks", masks
-    for positions in ("rotary", "alibi"):
+    for positions in make.positions[1:]:
         yield make(positions=positions), f"with positions={positions!r}", {}

@@ -8,10 +8,6 @@ from torch import Tensor
 from attnzoo.attention import Attention
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    CONTEXT,
-    LENGTH,
-    POSITIONS,
     agree,
     finite,
     gradients,
@@ -19,8 +15,10 @@ from attnzoo.testing.probes import (
     same,
     seeded,
     some,
+    sources,
     tokens,
 )
+from attnzoo.testing.size import size
 
 GARBAGE = (1e3, 1e30, torch.inf, torch.nan)
 
@@ -54,7 +52,7 @@ def check_padding_gets_no_gradient(make: Maker) -> None:
 
 def check_padding_in_half_precision_cannot_be_felt(make: Maker) -> None:
     """The same holds in half precision and under autocast."""
-    key_mask = some(BATCH, LENGTH, seed=2)
+    key_mask = some(size.batch, size.length, seed=2)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         attn = make(dtype=dtype)
         x = tokens(attn)
@@ -72,15 +70,17 @@ def check_padding_of_context_cannot_be_felt(make: Maker) -> None:
     """What hidden tokens of a context hold changes no output and no gradient, their own being exactly zero."""
     attn = make()
     need(attn, "cross")
-    key_mask = some(BATCH, CONTEXT, seed=2)
-    x, clean = tokens(attn), [tokens(attn, CONTEXT, seed=seed) for seed in (6, 7)]
-    right = attn(x, clean[0], values=clean[1], key_mask=key_mask)
+    key_mask = some(size.batch, size.context, seed=2)
+    x, clean = tokens(attn), sources(attn)
+    right = attn(x, **clean, key_mask=key_mask)
     wanted = gradients(attn, right)
     for garbage in GARBAGE:
-        context, values = (source.masked_fill(~key_mask[:, :, None], garbage).requires_grad_() for source in clean)
-        y = attn(x, context, values=values, key_mask=key_mask)
+        filled = {
+            name: source.masked_fill(~key_mask[:, :, None], garbage).requires_grad_() for name, source in clean.items()
+        }
+        y = attn(x, **filled, key_mask=key_mask)
         same(y, right, f"hidden tokens of the context filled with {garbage}")
-        for name, gradient in gradients(attn, y, context=context, values=values).items():
+        for name, gradient in gradients(attn, y, **filled).items():
             if name in wanted:
                 same(gradient, wanted[name], f"hidden tokens of the context filled with {garbage}: gradient of {name}")
             elif gradient is not None:
@@ -95,23 +95,23 @@ def check_padding_of_context_cannot_be_felt(make: Maker) -> None:
 def check_padding_on_the_right_changes_nothing(make: Maker) -> None:
     """A sequence gives the same alone and padded longer on the right."""
     for attn in _with_positions(make, "right_padding"):
-        for length in (1, 4, LENGTH):
-            x, longer = tokens(attn, length), tokens(attn, LENGTH + 8)
+        for length in (1, min(4, size.length), size.length):
+            x, longer = tokens(attn, length), tokens(attn, size.length + 8)
             longer[:, :length] = x
-            key_mask = (torch.arange(LENGTH + 8) < length).expand(BATCH, -1)
+            key_mask = (torch.arange(size.length + 8) < length).expand(size.batch, -1)
             y = attn(longer, key_mask=key_mask)[:, :length]
-            agree(y, attn(x), f"positions={attn.positions!r}, {length} tokens padded on the right to {LENGTH + 8}")
+            agree(y, attn(x), f"positions={attn.positions!r}, {length} tokens padded on the right to {size.length + 8}")
 
 
 def check_padding_on_the_left_changes_nothing(make: Maker) -> None:
     """A sequence gives the same alone and padded longer on the left, where the pattern knows distances only."""
     for attn in _with_positions(make, "left_padding"):
-        for length in (1, 4, LENGTH):
-            x, longer = tokens(attn, length), tokens(attn, LENGTH + 8)
+        for length in (1, min(4, size.length), size.length):
+            x, longer = tokens(attn, length), tokens(attn, size.length + 8)
             longer[:, -length:] = x
-            key_mask = (torch.arange(LENGTH + 8) >= LENGTH + 8 - length).expand(BATCH, -1)
+            key_mask = (torch.arange(size.length + 8) >= size.length + 8 - length).expand(size.batch, -1)
             y = attn(longer, key_mask=key_mask)[:, -length:]
-            agree(y, attn(x), f"positions={attn.positions!r}, {length} tokens padded on the left to {LENGTH + 8}")
+            agree(y, attn(x), f"positions={attn.positions!r}, {length} tokens padded on the left to {size.length + 8}")
 
 
 def check_padding_of_context_changes_nothing(make: Maker) -> None:
@@ -119,32 +119,32 @@ def check_padding_of_context_changes_nothing(make: Maker) -> None:
     attn = make()
     need(attn, "cross")
     need(attn, "bidirectional")
-    x, context, longer = tokens(attn), tokens(attn, CONTEXT, seed=6), tokens(attn, CONTEXT + 8, seed=7)
-    longer[:, :CONTEXT] = context
-    key_mask = (torch.arange(CONTEXT + 8) < CONTEXT).expand(BATCH, -1)
+    x, context, longer = tokens(attn), tokens(attn, size.context, seed=6), tokens(attn, size.context + 8, seed=7)
+    longer[:, : size.context] = context
+    key_mask = (torch.arange(size.context + 8) < size.context).expand(size.batch, -1)
     agree(
         attn(x, longer, key_mask=key_mask),
         attn(x, context),
-        f"a context of {CONTEXT} padded on the right to {CONTEXT + 8}",
+        f"a context of {size.context} padded on the right to {size.context + 8}",
     )
 
 
 def check_queries_stand_at_the_end(make: Maker) -> None:
     """Query i of q stands at position i + (k - q)."""
     attn = make()
-    whole = attn.visible(CONTEXT)
-    for queries in (1, 4, LENGTH, CONTEXT):
-        shown = attn.visible(queries, CONTEXT)
-        wanted = [whole.shape[0], queries, CONTEXT]
+    whole = attn.visible(size.context)
+    for queries in (1, min(4, size.context), size.length, size.context):
+        shown = attn.visible(queries, size.context)
+        wanted = [whole.shape[0], queries, size.context]
         assert list(shown.shape) == wanted, (
-            f"visible({queries}, {CONTEXT}) is {list(shown.shape)}, and {wanted} is right"
+            f"visible({queries}, {size.context}) is {list(shown.shape)}, and {wanted} is right"
         )
         assert torch.equal(shown, whole[:, -queries:]), (
-            f"visible({queries}, {CONTEXT}) is not the end of visible({CONTEXT})"
+            f"visible({queries}, {size.context}) is not the end of visible({size.context})"
         )
     if "cross" in attn.supports:
-        x = tokens(attn, CONTEXT)
-        for queries in (1, 4, LENGTH):
+        x = tokens(attn, size.context)
+        for queries in (1, min(4, size.length), size.length):
             agree(
                 attn(x[:, -queries:], x), attn(x)[:, -queries:], f"{queries} queries over a context that ends with them"
             )
@@ -152,15 +152,15 @@ def check_queries_stand_at_the_end(make: Maker) -> None:
 
 def _padded(make: Maker) -> Iterator[tuple[Attention, Tensor]]:
     """In eval and in training, with each kind of positions; one sequence is hidden whole."""
-    key_mask = some(BATCH, LENGTH, seed=2)
-    key_mask[1] = False
-    for positions in POSITIONS:
+    key_mask = some(size.batch, size.length, seed=2)
+    key_mask[1:2] = False
+    for positions in make.positions:
         yield make(positions=positions), key_mask
     yield make(dropout=0.3, training=True), key_mask
 
 
 def _with_positions(make: Maker, feature: str) -> Iterator[Attention]:
-    for positions in POSITIONS:
+    for positions in make.positions:
         attn = make(positions=positions)
         need(attn, feature)
         yield attn

@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.errors import NotSupportedError
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    LENGTH,
     NotApplicable,
     agree,
     gradients,
@@ -21,6 +19,7 @@ from attnzoo.testing.probes import (
     some,
     tokens,
 )
+from attnzoo.testing.size import size
 
 LONG = 33
 
@@ -29,7 +28,7 @@ def check_patterns_are_fixed(make: Maker) -> None:
     """What a query may look at is the same at every call, at every length, in every module, and after loading."""
     attn, other = make(), make(start=1)
     shown = attn.visible(LONG)
-    for length in (1, 2, LENGTH, LONG - 1):
+    for length in (1, 2, size.length, LONG - 1):
         corner = shown[:, :length, :length]
         assert torch.equal(attn.visible(length), corner), f"visible({length}) is not the corner of visible({LONG})"
     x = tokens(attn, LONG)
@@ -47,14 +46,14 @@ def check_random_state_is_left_alone(make: Maker) -> None:
         attn = make(training=training, dropout=0.0 if training else 0.3)
         if attn.redraws:
             continue
-        x, given = tokens(attn), {"key_mask": some(BATCH, LENGTH, seed=2)}
+        x, given = tokens(attn), {"key_mask": some(size.batch, size.length, seed=2)}
         outputs = []
         for seed in (0, 1):
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
             before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-            attn.visible(LENGTH)
+            attn.visible(size.length)
             outputs.append(attn(x, **given))
             after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
             mode = "training" if training else "eval"
@@ -69,7 +68,7 @@ def check_redrawn_patterns(make: Maker) -> None:
     attn = make(training=True)
     if not attn.redraws:
         raise NotApplicable("it draws no pattern anew")
-    refuses(NotSupportedError, "visible() in training, under redraw", attn.visible, LENGTH)
+    refuses(NotSupportedError, "visible() in training, under redraw", attn.visible, size.length)
     refuses(NotSupportedError, "weights() in training, under redraw", attn.weights, tokens(attn))
     x = tokens(attn).requires_grad_()
     y = seeded(attn, attn, x)
@@ -90,16 +89,19 @@ def check_training_changes_no_pattern(make: Maker) -> None:
         raise NotApplicable("redraw and train_only make training different")
     attn = make()
     x = tokens(attn)
-    shown, y = attn.visible(LENGTH), attn(x)
+    shown, y = attn.visible(size.length), attn(x)
     attn.train()
-    assert torch.equal(attn.visible(LENGTH), shown), "visible() differs between training and eval"
+    assert torch.equal(attn.visible(size.length), shown), "visible() differs between training and eval"
     agree(attn(x), y, "in training without dropout, against eval")
 
 
 def check_dropout_is_for_training(make: Maker) -> None:
     """Dropout is there in training, and only then."""
     attn, without = make(dropout=0.5), make()
-    x, given = tokens(attn), {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}
+    x, given = (
+        tokens(attn),
+        {"key_mask": some(size.batch, size.length, seed=2), "mask": some(size.length, size.length, seed=3)},
+    )
     for masks in ({}, given):
         same(attn.eval()(x, **masks), without(x, **masks), "in eval with dropout=0.5, against dropout=0")
         attn.train()
@@ -134,8 +136,8 @@ def check_dropout_keeps_the_mean(make: Maker) -> None:
 def check_dropout_is_the_same_in_backward(make: Maker) -> None:
     """Backward drops the weights that forward dropped."""
     attn = make(dropout=0.5, training=True)
-    x, step = tokens(attn).requires_grad_(), noise(BATCH, LENGTH, attn.d_model, seed=8) * 1e-5
-    weight = noise(BATCH, LENGTH, attn.d_model, seed=9)
+    x, step = tokens(attn).requires_grad_(), noise(size.batch, size.length, attn.d_model, seed=8) * 1e-5
+    weight = noise(size.batch, size.length, attn.d_model, seed=9)
     (gradient,) = torch.autograd.grad((seeded(attn, attn, x) * weight).sum(), x)
     up, down = ((seeded(attn, attn, x.detach() + way * step) * weight).sum() for way in (1, -1))
     slope, right = (up - down) / 2, (gradient * step).sum()

@@ -3,16 +3,13 @@
 import copy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnzoo.attention import Attention
+from attnzoo.testing.foreign import Foreign, layers_of
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    CONTEXT,
     DTYPES,
-    LENGTH,
-    POSITIONS,
     NotApplicable,
     agree,
     compare,
@@ -22,7 +19,8 @@ from attnzoo.testing.probes import (
     some,
     tokens,
 )
-from attnzoo.testing.reference import is_plain, plain, rounded_definition
+from attnzoo.testing.reference import is_plain, plainly, rounded_definition
+from attnzoo.testing.size import size
 
 LONG = 130  # two blocks of 64 and a rest
 
@@ -31,7 +29,7 @@ def check_any_length(make: Maker) -> None:
     """Any length is right: one token, shorter than a block or a window, and none that a block divides."""
     for length in (1, 2, 3, 4, 5, 8, 17, LONG):
         attn = make()
-        x, key_mask = tokens(attn, length), some(BATCH, length, seed=2)
+        x, key_mask = tokens(attn, length), some(size.batch, length, seed=2)
         compare(attn, f"{length} tokens", x)
         compare(attn, f"{length} tokens, padded", x, key_mask=key_mask)
 
@@ -49,7 +47,7 @@ def check_empty_batch(make: Maker) -> None:
     """An empty batch gives an empty output, and zero gradients."""
     attn = make(training=True)
     x = tokens(attn, batch=0).requires_grad_()
-    for given in ({}, {"key_mask": some(0, LENGTH, seed=2), "mask": some(LENGTH, LENGTH, seed=3)}):
+    for given in ({}, {"key_mask": some(0, size.length, seed=2), "mask": some(size.length, size.length, seed=3)}):
         y = attn(x, **given)
         assert list(y.shape) == list(x.shape), f"an input {list(x.shape)} gives {list(y.shape)}"
         for name, gradient in gradients(attn, y, x=x).items():
@@ -58,7 +56,14 @@ def check_empty_batch(make: Maker) -> None:
 
 def check_one_of_everything(make: Maker) -> None:
     """One head, one sequence and one token lose no dimension."""
-    for heads, batch, length in ((1, BATCH, LENGTH), (1, 1, LENGTH), (1, 1, 1), (2, 1, 1), (2, BATCH, 1), (2, 2, 2)):
+    for heads, batch, length in (
+        (1, size.batch, size.length),
+        (1, 1, size.length),
+        (1, 1, 1),
+        (2, 1, 1),
+        (2, size.batch, 1),
+        (2, 2, 2),
+    ):
         attn = make(num_heads=heads)
         what = f"{heads} heads, {batch} sequences of {length} tokens"
         mask = some(batch, heads, length, length, seed=4)
@@ -73,13 +78,16 @@ def check_inputs_in_any_layout(make: Maker) -> None:
     attn = make()
     for name, view in _views(tokens(attn)).items():
         agree(attn(view), attn(view.contiguous()), f"x is {name}, against a copy")
-    views = _views(some(BATCH, attn.num_heads, LENGTH, LENGTH, seed=4)), _views(some(BATCH, 1, LENGTH, seed=2))
+    views = (
+        _views(some(size.batch, attn.num_heads, size.length, size.length, seed=4)),
+        _views(some(size.batch, 1, size.length, seed=2)),
+    )
     for (name, mask), key_mask in zip(views[0].items(), views[1].values(), strict=True):
         y = attn(tokens(attn), mask=mask, key_mask=key_mask[:, 0])
         right = attn(tokens(attn), mask=mask.contiguous(), key_mask=key_mask[:, 0].contiguous())
         agree(y, right, f"the masks are {name}, against copies")
     if "cross" in attn.supports:
-        for name, view in _views(tokens(attn, CONTEXT)).items():
+        for name, view in _views(tokens(attn, size.context)).items():
             agree(
                 attn(tokens(attn), view),
                 attn(tokens(attn), view.contiguous()),
@@ -100,6 +108,8 @@ def check_fewer_key_value_heads(make: Maker) -> None:
     if "num_kv_heads" not in make.accepts:
         raise NotApplicable("it has no option num_kv_heads")
     for groups in (1, 2, 3, 6):
+        if size.heads % groups:
+            continue
         attn = make(num_kv_heads=groups)
         assert attn.num_kv_heads == groups, f"num_kv_heads={groups} gives {attn.num_kv_heads}"
         compare(attn, f"num_kv_heads={groups}", tokens(attn))
@@ -109,7 +119,7 @@ def check_fewer_key_value_heads(make: Maker) -> None:
 def check_lower_precision(make: Maker) -> None:
     """In lower precision the error is at most twice that of a plain implementation in the same dtype."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for positions, length in (("none", LENGTH), ("rotary", 70), ("alibi", 70)):
+        for positions, length in zip(make.positions, (size.length, 70, 70), strict=False):
             attn = make(dtype=dtype, positions=positions)
             _no_worse_than_plain(attn, tokens(attn, length), f"{dtype}, positions={positions!r}")
 
@@ -117,19 +127,19 @@ def check_lower_precision(make: Maker) -> None:
 def check_gradients_in_lower_precision(make: Maker) -> None:
     """In lower precision the error of the gradients is at most twice that of a plain implementation too."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for positions in POSITIONS:
+        for positions in make.positions:
             attn = make(dtype=dtype, positions=positions)
             x = tokens(attn).requires_grad_()
             got, what = _joined(attn, attn(x), x), f"{dtype}, positions={positions!r}: all gradients in one"
-            if not is_plain(attn):
+            if not is_plain(attn) and not isinstance(attn, Foreign):
                 right = _joined(attn, rounded_definition(attn)(x), x)
                 agree(
                     got, right, f"{what}, against the definition", 8 * torch.finfo(dtype).eps * float(right.abs().max())
                 )
                 continue
             exact, wide = copy.deepcopy(attn).double(), x.detach().double().requires_grad_()
-            right = _joined(exact, plain(exact, wide), wide)
-            others = float((_joined(attn, plain(attn, x), x) - right).abs().max())
+            right = _joined(exact, plainly(exact)(wide), wide)
+            others = float((_joined(attn, plainly(attn)(x), x) - right).abs().max())
             agree(got, right, f"{what}, against float64", 2 * others + 1e-5 * float(right.abs().max()))
 
 
@@ -143,25 +153,25 @@ def check_softmax_is_wide(make: Maker) -> None:
     """Scores and softmax have float32 at least: large scores that differ by little keep their differences."""
     for dtype in (torch.bfloat16, torch.float16):
         attn = make(dtype=dtype)
-        if not is_plain(attn):
-            raise NotApplicable("it has a definition of its own")
+        if not is_plain(attn) or not isinstance(layers_of(attn).out_proj, nn.Linear):
+            raise NotApplicable("it has a definition or layers of its own")
         with torch.no_grad():  # all numbers are small multiples of 1/4: only softmax and the output are rounded
             for parameter in attn.parameters():
                 parameter.copy_((parameter * 8).round() / 4)
-            attn.out_proj.weight.copy_(torch.eye(attn.d_model))
+            layers_of(attn).out_proj.weight.copy_(torch.eye(attn.d_model))
         x = (tokens(attn) * 1.5).round()
         _no_worse_than_plain(attn, x, f"{dtype}, scores up to 50")
 
 
 def _no_worse_than_plain(attn: Attention, x: Tensor, what: str) -> None:
     y = attn(x).detach()
-    if not is_plain(attn):
+    if not is_plain(attn) and not isinstance(attn, Foreign):
         right = rounded_definition(attn)(x).detach()
         allowed = 4 * torch.finfo(x.dtype).eps * float(right.abs().max())
         agree(y, right, f"{what}, against its definition", allowed)
         return
-    right = plain(copy.deepcopy(attn).double(), x.double()).detach()
-    others = float((plain(attn, x).detach() - right).abs().max())
+    right = plainly(copy.deepcopy(attn).double())(x.double()).detach()
+    others = float((plainly(attn)(x).detach() - right).abs().max())
     agree(y, right, f"{what}, against float64", 2 * others + 1e-5 * float(right.abs().max()))
 
 
@@ -170,24 +180,25 @@ def check_large_scores_stay_finite(make: Maker) -> None:
     attn = make(dtype=torch.float16)
     x = tokens(attn) * 600
     finite(attn(x), "float16 scores of about 100000")
-    finite(attn(x, key_mask=some(BATCH, LENGTH, seed=2)), "float16 scores of about 100000, with a key_mask")
+    finite(attn(x, key_mask=some(size.batch, size.length, seed=2)), "float16 scores of about 100000, with a key_mask")
 
 
 def check_dtype_is_kept(make: Maker) -> None:
     """The output has the dtype of the input, and under autocast that of autocast; gradients have their tensor's."""
     for dtype in DTYPES:
-        for positions in POSITIONS:
+        for positions in make.positions:
             attn = make(dtype=dtype, positions=positions)
             x = tokens(attn).requires_grad_()
-            y = attn(x, key_mask=some(BATCH, LENGTH, seed=2))
+            y = attn(x, key_mask=some(size.batch, size.length, seed=2))
             assert y.dtype == dtype, f"positions={positions!r}: {dtype} in gives {y.dtype} out"
             for name, gradient in gradients(attn, y, x=x).items():
-                assert gradient is not None and gradient.dtype == dtype, f"{dtype} in: gradient of {name} is {gradient}"
+                kind = None if gradient is None else gradient.dtype
+                assert kind == dtype, f"{dtype} in: gradient of {name} is {kind}"
     attn = make(dtype=torch.float32, training=True)
     for dtype in (torch.bfloat16, torch.float16):
         x = tokens(attn).requires_grad_()
         with torch.autocast("cpu", dtype):
-            y = attn(x, mask=some(LENGTH, LENGTH, seed=3))
+            y = attn(x, mask=some(size.length, size.length, seed=3))
         assert y.dtype == dtype, f"under {dtype} autocast the output is {y.dtype}"
         for name, gradient in gradients(attn, y, x=x).items():
             finite(gradient, f"under {dtype} autocast: gradient of {name}")

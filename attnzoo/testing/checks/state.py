@@ -1,6 +1,5 @@
 """That nothing sticks, and that modules travel well: promises 14 and 15."""
 
-import contextlib
 import copy
 import io
 import pickle
@@ -13,20 +12,20 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo.attention import Attention
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
-    BATCH,
-    CONTEXT,
-    LENGTH,
     NotApplicable,
     agree,
-    documents_of,
+    compare_with_fresh,
     finite,
     gradients,
     need,
     same,
     seeded,
     some,
+    sources,
     tokens,
+    told,
 )
+from attnzoo.testing.size import size
 
 SHORT, LONG = 2, 33
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
@@ -35,8 +34,8 @@ SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "qkv_proj"
 def check_calls_change_no_later_call(make: Maker) -> None:
     """No call changes how a later one computes, be it short, long, padded, or in training."""
     attn = make()
-    for length in (SHORT, LENGTH, 1, LONG, LENGTH):
-        x, key_mask = tokens(attn, length), some(BATCH, length, seed=2)
+    for length in (SHORT, size.length, 1, LONG, size.length):
+        x, key_mask = tokens(attn, length), some(size.batch, length, seed=2)
         for given in ({}, {"key_mask": key_mask}, {}):
             with torch.random.fork_rng(devices=[]):
                 attn.train()(x, **given)
@@ -47,11 +46,11 @@ def check_no_tensor_is_kept(make: Maker) -> None:
     """A call leaves no tensor on the module, and its state dict as it was."""
     attn = make(training=True, dropout=0.1)
     tensors, state = _tensors(attn), {name: tuple(value.shape) for name, value in attn.state_dict().items()}
-    for length in (SHORT, LONG, LENGTH):
-        attn(tokens(attn, length), key_mask=some(BATCH, length, seed=2))
+    for length in (SHORT, LONG, size.length):
+        attn(tokens(attn, length), key_mask=some(size.batch, length, seed=2))
         attn.eval()(tokens(attn, length), mask=some(length, length, seed=3))
         if "cache" in attn.supports:
-            attn(tokens(attn, length), cache=attn.new_cache(BATCH, length))
+            attn(tokens(attn, length), cache=attn.new_cache(size.batch, length))
     new = sorted(set(_tensors(attn)) - set(tensors))
     assert not new, f"after calls the module holds tensors that it did not hold before: {', '.join(new)}"
     after = {name: tuple(value.shape) for name, value in attn.state_dict().items()}
@@ -88,12 +87,12 @@ def check_inference_mode_does_not_stick(make: Maker) -> None:
     used, fresh, length = make(), make(), LONG + 1  # a length that no other check has
     x = tokens(used, length).requires_grad_()
     with torch.inference_mode():
-        first = used(x.detach(), key_mask=some(BATCH, length, seed=2))
+        first = used(x.detach(), key_mask=some(size.batch, length, seed=2))
         used.visible(length)
-        cache = used.new_cache(BATCH, length) if "cache" in used.supports else None
+        cache = used.new_cache(size.batch, length) if "cache" in used.supports else None
         if cache is not None:
             used(x[:, :3].detach(), cache=cache)
-    agree(used(x, key_mask=some(BATCH, length, seed=2)), first, "after inference mode, against in it")
+    agree(used(x, key_mask=some(size.batch, length, seed=2)), first, "after inference mode, against in it")
     right = gradients(fresh.train(), seeded(fresh, fresh, x), x=x)
     for name, gradient in gradients(used.train(), seeded(used, used, x), x=x).items():
         agree(gradient, right[name], f"after inference mode: gradient of {name}")
@@ -110,24 +109,34 @@ def check_moving_does_not_stick(make: Maker) -> None:
     if torch.cuda.is_available():
         agree(attn.to("cuda")(x.to("cuda")).cpu(), right, "on a GPU", 1e-3)
         attn.to("cpu")
-    else:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # there it may be refused, but not be remembered
-            copy.deepcopy(attn).to("meta")(x.to("meta"))
     agree(attn(x), right, "after it was used on another device", 1e-5)
     attn.double()(x.double())
     same(attn.float()(x), right, "after it was used in float64")
 
 
+def check_meta_device_does_not_stick(make: Maker) -> None:
+    """A module that was made and used on the meta device computes and trains once it has weights; there sizes beyond
+    2 ** 31 elements are fine."""
+    with torch.device("meta"):
+        attn = make()
+    for length in (size.length, 2**17):
+        shape = list(attn(tokens(attn, length, batch=1).to("meta")).shape)
+        assert shape == [1, length, attn.d_model], f"{length} tokens on the meta device give {shape}"
+    attn.to_empty(device="cpu").load_state_dict(make().state_dict())
+    compare_with_fresh(attn, make, "after it was on the meta device")
+
+
 def check_inputs_are_not_modified(make: Maker) -> None:
     """Inputs and masks are the same after a call as before it."""
     attn = make(training=True, dropout=0.1)
-    given = {"key_mask": some(BATCH, LENGTH, seed=2), "mask": some(BATCH, attn.num_heads, LENGTH, LENGTH, seed=4)}
-    if "documents" in attn.supports:
-        given["documents"] = documents_of(BATCH, LENGTH)
+    given = {
+        "key_mask": some(size.batch, size.length, seed=2),
+        "mask": some(size.batch, attn.num_heads, size.length, size.length, seed=4),
+        **told(attn),
+    }
     calls: list[dict[str, Tensor]] = [{"x": tokens(attn), **given}]
     if "cross" in attn.supports:
-        sources = {"context": tokens(attn, CONTEXT), "values": tokens(attn, CONTEXT, seed=6)}
-        calls.append({"x": tokens(attn), **sources, "key_mask": some(BATCH, CONTEXT, seed=2)})
+        calls.append({"x": tokens(attn), **sources(attn), "key_mask": some(size.batch, size.context, seed=2)})
     for call in calls:
         before = {name: tensor.clone() for name, tensor in call.items()}
         with torch.no_grad():
@@ -147,7 +156,7 @@ def check_state_dict_round_trip(make: Maker) -> None:
     torch.save(attn.state_dict(), file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
-    for length in (LENGTH, LONG + 3):
+    for length in (size.length, LONG + 3):
         same(other(tokens(attn, length)), attn(tokens(attn, length)), f"{length} tokens after loading a state dict")
     for name, value in other.state_dict().items():
         same(value, attn.state_dict()[name], f"{name} after loading a state dict")
@@ -177,11 +186,11 @@ def check_copies_and_pickles(make: Maker) -> None:
     attn = make(training=True)
     seeded(attn, attn, tokens(attn)).sum().backward()
     attn.eval()
-    y = attn(tokens(attn), key_mask=some(BATCH, LENGTH, seed=2))
+    y = attn(tokens(attn), key_mask=some(size.batch, size.length, seed=2))
     if "cache" in attn.supports:
-        attn(tokens(attn), cache=attn.new_cache(BATCH, LENGTH))
+        attn(tokens(attn), cache=attn.new_cache(size.batch, size.length))
     for how, twin in (("deepcopy", copy.deepcopy(attn)), ("pickle", pickle.loads(pickle.dumps(attn)))):
-        same(twin(tokens(attn), key_mask=some(BATCH, LENGTH, seed=2)), y, f"after {how}")
+        same(twin(tokens(attn), key_mask=some(size.batch, size.length, seed=2)), y, f"after {how}")
         assert twin.supports == attn.supports, f"after {how} it supports {sorted(twin.supports)}"
 
 
@@ -189,7 +198,7 @@ def check_converts(make: Maker) -> None:
     """`.half()`, `.bfloat16()` and `.double()` convert a module that has been used, its masks staying what they are."""
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         attn = make(dtype=torch.float32)
-        x, key_mask = tokens(attn), some(BATCH, LENGTH, seed=2)
+        x, key_mask = tokens(attn), some(size.batch, size.length, seed=2)
         attn(x, key_mask=key_mask)
         kinds = {name: buffer.is_floating_point() for name, buffer in attn.named_buffers()}
         attn.to(dtype)
@@ -211,7 +220,7 @@ def check_gradient_checkpointing(make: Maker) -> None:
     for dropout in (0.0, 0.3):
         for needed in (True, False):
             attn = make(training=True, dropout=dropout)
-            x, given = tokens(attn).requires_grad_(needed), {"key_mask": some(BATCH, LENGTH, seed=2)}
+            x, given = tokens(attn).requires_grad_(needed), {"key_mask": some(size.batch, size.length, seed=2)}
             inputs = {"x": x} if needed else {}
             y = seeded(attn, attn, x, **given)
             right = gradients(attn, y, **inputs)
@@ -224,7 +233,7 @@ def check_gradient_checkpointing(make: Maker) -> None:
 
 def check_every_parameter_learns(make: Maker) -> None:
     """Every parameter gets a gradient in an ordinary training step, so that plain DDP works."""
-    for given in ({}, {"key_mask": some(BATCH, LENGTH, seed=2)}):
+    for given in ({}, {"key_mask": some(size.batch, size.length, seed=2)}):
         attn = make(training=True, dropout=0.1)
         attn(tokens(attn), **given).square().mean().backward()
         for name, parameter in attn.named_parameters():

@@ -1,0 +1,96 @@
+"""That modules can be compiled, exported, and mapped over samples: the rest of promise 15."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from attnzoo.attention import Attention
+from attnzoo.errors import NotSupportedError
+from attnzoo.testing.maker import Maker
+from attnzoo.testing.probes import (
+    NotApplicable,
+    agree,
+    compare_with_fresh,
+    gradients,
+    refuses,
+    some,
+    tokens,
+)
+from attnzoo.testing.size import size
+
+LENGTHS = (3, 2, 4, 5, 8, 11, 16, 33, 70, 1)
+
+
+def check_compiles(make: Maker) -> None:
+    """`torch.compile(fullgraph=True)` gives the same at ten lengths, forward and backward, and nothing of it sticks."""
+    if not make.first:
+        raise NotApplicable("it is asked of one setting of each variant")
+    attn = make()
+    with _compiler():
+        compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+        for length in LENGTHS:
+            x = tokens(attn, length).requires_grad_()
+            if length > 1:
+                torch._dynamo.mark_dynamic(x, 1)
+            y, right = compiled(x), attn(x)
+            agree(y, right, f"compiled, {length} tokens, against the module itself")
+            wanted = gradients(attn, right, x=x)
+            for name, gradient in gradients(attn, y, x=x).items():
+                agree(gradient, wanted[name], f"compiled, {length} tokens: gradient of {name}")
+    compare_with_fresh(attn, make, "after it was compiled")
+
+
+def check_exports(make: Maker) -> None:
+    """`torch.export` with a dynamic length gives a program that is right at every length of 2 and more."""
+    attn = make()
+    if "export" not in attn.supports:
+        with _compiler():
+            return refuses(NotSupportedError, "export, which it does without", _exported, attn)
+    with _compiler():
+        program = _exported(attn)
+        for length in (2, 3, size.length, 33, 70):
+            x, key_mask = tokens(attn, length), some(size.batch, length, seed=5)
+            what = f"exported at {size.length} tokens, called with {length}"
+            agree(program(x, key_mask=key_mask), attn(x, key_mask=key_mask), what)
+    compare_with_fresh(attn, make, "after it was exported")
+
+
+def check_samples_have_gradients_of_their_own(make: Maker) -> None:
+    """`torch.func.vmap` over samples gives each the gradients that it has alone."""
+    attn = make()
+    x, key_mask = tokens(attn), some(size.batch, size.length, seed=2)
+    parameters = {name: parameter.detach() for name, parameter in attn.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, key_mask: Tensor) -> Tensor:
+        return functional_call(attn, parameters, (x[None],), {"key_mask": key_mask[None]}).square().sum()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, key_mask)
+    for sample in range(size.batch):
+        attn.zero_grad()
+        loss(dict(attn.named_parameters()), x[sample], key_mask[sample]).backward()
+        for name, parameter in attn.named_parameters():
+            agree(found[name][sample], parameter.grad, f"mapped over samples, sample {sample}: gradient of {name}")
+
+
+def _exported(attn: Attention) -> torch.nn.Module:
+    length, given = torch.export.Dim("length", min=2), {"key_mask": some(size.batch, size.length, seed=2)}
+    shapes = {"x": {1: length}, "key_mask": {1: length}}
+    return torch.export.export(attn, (tokens(attn),), given, dynamic_shapes=shapes).module()
+
+
+@contextlib.contextmanager
+def _compiler() -> Iterator[None]:
+    """A compiler without a past, and none left behind; what it warns of is not ours to judge."""
+    torch.compiler.reset()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.compiler.reset()

@@ -1,0 +1,67 @@
+"""The smallest input that shows a failure."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.testing.maker import Maker
+from attnzoo.testing.probes import Check, run
+from attnzoo.testing.size import sized
+
+LADDER: dict[str, tuple[dict[str, int], ...]] = {
+    "heads": ({"heads": 1, "d_model": 2}, {"heads": 2, "d_model": 4}),
+    "batch": ({"batch": 1}, {"batch": 2}),
+    "length": ({"length": 1}, {"length": 2}, {"length": 3}, {"length": 5}, {"length": 8}),
+    "context": ({"context": 1}, {"context": 2}, {"context": 3}, {"context": 6}),
+}
+SHOWN = 40  # numbers of a mask that are still printed
+
+
+def smallest(check: Check, make: Maker) -> tuple[str, str]:
+    """What the check says at the smallest sizes at which it still fails, and the call that it failed with, as code."""
+    sizes: dict[str, int] = {}
+    message, line = _failure(check, make, sizes)
+    for steps in LADDER.values():
+        for step in steps:
+            smaller, call = _failure(check, make, {**sizes, **step})
+            if smaller:
+                sizes, message, line = {**sizes, **step}, smaller, call
+                break
+    return message, line
+
+
+def _failure(check: Check, make: Maker, sizes: dict[str, int]) -> tuple[str, str]:
+    """What a check says at these sizes, and its last call; nothing where it holds, or can't be asked at such sizes."""
+    watched = dataclasses.replace(make, calls=[])
+    with sized(**sizes):
+        try:
+            run(check, watched)
+        except AssertionError as error:
+            return str(error), as_code(watched)
+        except Exception:
+            pass
+    return "", ""
+
+
+def as_code(make: Maker) -> str:
+    """The last call of a module as a line of Python."""
+    if not make.calls:
+        return ""
+    options, tokens, given = make.calls[-1]
+    call = [_tensor(source) for source in tokens]
+    call += [f"{name}={_tensor(value)}" for name, value in given.items() if value is not None]
+    name = getattr(make.factory, "__name__", "build")
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})({', '.join(call)})"
+
+
+def _tensor(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value) if value is None else f"<{type(value).__name__}>"
+    if value.is_floating_point():
+        kind = "" if value.dtype == torch.float64 else f", dtype={value.dtype}"
+        return f"torch.randn({', '.join(map(str, value.shape))}{kind})"
+    if value.numel() > SHOWN:
+        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
+    return f"torch.tensor({value.tolist()})"
