@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnzoo.cli.screen import Json, folded, write_json
+from attnzoo.cli.screen import Json, write_json
 from attnzoo.errors import OptionError, UnknownVariantError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check(
         raise typer.Exit(1)
 
 
-FIELDS = ("promise", "check", "setting", "status", "detail")
+FIELDS = ("promise", "check", "setting", "status", "asked", "detail", "smallest")
 
 
 def load(source: str) -> Callable[..., Any]:
@@ -66,18 +66,10 @@ def load(source: str) -> Callable[..., Any]:
 
 
 def advice(report: "Report") -> str:
-    """What the failed checks ask for, and how to go on from there."""
-    from attnzoo.testing import CHECKS
-
-    failed = dict.fromkeys(outcome.check for outcome in report.failed)
-    if not failed:
+    """How to go on from failures."""
+    if not report.failed:
         return ""
-    demands = [folded(f"{name}: {' '.join((CHECKS[name].__doc__ or '').split())}", indent=2) for name in failed]
-    return "\n".join(
-        [
-            "\nwhat these checks ask for",
-            *demands,
-            f'\nTo debug one, decorate a test with @attnzoo.testing.parametrize("{report.name}") and run pytest --pdb.',
-            "What a variant can't do by its nature it declares in its attribute `without`, and then refuses.\n",
-        ]
+    return (
+        f'\nTo debug one, decorate a test with @attnzoo.testing.parametrize("{report.name}") and run pytest --pdb.\n'
+        "What a variant can't do by its nature it declares in its attribute `without`, and then refuses.\n"
     )

@@ -10,9 +10,10 @@ from attnzoo.errors import OptionError
 from attnzoo.options import nearest
 from attnzoo.registry import find
 from attnzoo.testing.checks import CHECKS, PROMISES
+from attnzoo.testing.foreign import Refused
 from attnzoo.testing.maker import Maker, makers
 from attnzoo.testing.probes import Check, NotApplicable, run
-from attnzoo.testing.report import Outcome, Report
+from attnzoo.testing.report import Outcome, Report, Status
 from attnzoo.testing.shrink import smallest
 
 __all__ = [
@@ -109,16 +110,19 @@ def _cases(variant: str | Factory, options: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _outcome(promise: str, check: Check, make: Maker, excuse: str) -> Outcome:
+    status: Status = "failed"
     try:
         run(check, make)
     except NotApplicable as reason:
-        return Outcome(promise, check.__name__, str(make), "not applicable", str(reason))
-    except AssertionError as error:
-        return Outcome(promise, check.__name__, str(make), "failed", str(error), excuse=excuse)
+        status, detail = "not applicable", str(reason)
+    except (AssertionError, Refused) as error:
+        detail = str(error)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
-        return Outcome(promise, check.__name__, str(make), "failed", detail, excuse=excuse)
-    return Outcome(promise, check.__name__, str(make), "held")
+    else:
+        status, detail = "held", ""
+    asked = " ".join((check.__doc__ or "").split())
+    return Outcome(promise, check.__name__, str(make), status, asked, detail, excuse=excuse)
 
 
 def _known(expected_failures: Mapping[str, str] | None) -> dict[str, str]:

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attnzoo.attention import Attention
@@ -24,7 +23,7 @@ class Foreign(Attention):
 
     What it supports is read from the parameters of its `forward`, less its attribute `without`. Its attribute
     `pattern` (a pattern or a formula) says what its queries may look at; else that is everything, or under causal
-    everything before.
+    everything before. What it gives for queries that key_mask hides is not looked at, as nobody does.
 
     Args:
         given: the options it was built with.
@@ -69,14 +68,17 @@ class Foreign(Attention):
 
     def forward(self, x: Tensor, context: Tensor | None = None, **call: Any) -> Tensor:
         given = {name: value for name, value in {"context": context, **call}.items() if value is not None}
-        if torch.compiler.is_compiling():
-            return self.module(x, **given)
         try:
             y = self.module(x, **given)
         except REFUSALS as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
         assert isinstance(y, Tensor), f"forward gives a {type(y).__name__}, and a tensor [b, q, e] is right"
-        return y
+        return without_hidden(y, **given)
+
+    def expected(self, x: Tensor, context: Tensor | None = None, **call: Any) -> Tensor:  # type: ignore[override]
+        """What a call must give, by the module's own definition."""
+        given = {name: value for name, value in {"context": context, **call}.items() if value is not None}
+        return without_hidden(self.module.expected(x, **given), **given)  # type: ignore[operator]
 
     def new_cache(self, batch_size: int, max_length: int, rewind: int = 0) -> Cache:
         if "cache" not in self.supports:
@@ -94,6 +96,18 @@ class Foreign(Attention):
         if "cache" in self.takes and hasattr(self.module, "new_cache") and self.pattern.decodes:
             found.add("cache")
         return found
+
+
+def without_hidden(y: Tensor, key_mask: Tensor | None = None, cache: Any = None, **given: Any) -> Tensor:
+    """The output of a call with zero for hidden queries, where queries and keys are the same tokens."""
+    if key_mask is None or cache is not None or "context" in given or "values" in given:
+        return y
+    return y.masked_fill((key_mask == 0)[:, :, None], 0) if key_mask.shape == y.shape[:2] else y
+
+
+def bare(attn: Attention) -> nn.Module:
+    """The module itself, where tracing must see nothing else."""
+    return attn.module if isinstance(attn, Foreign) else attn
 
 
 def layers_of(attn: Attention) -> Any:

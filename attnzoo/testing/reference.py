@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.attention import Attention
 from attnzoo.scope import Scope
-from attnzoo.testing.foreign import Foreign, has_usual_layers, layers_of
+from attnzoo.testing.foreign import Foreign, has_usual_layers, layers_of, without_hidden
 
 Oracle = Callable[..., Tensor]
 
@@ -39,13 +39,13 @@ def is_plain(attn: Attention) -> bool:
     kind = type(attn)
     own_score = attn.score is not None and attn.positions != "alibi"
     overrides = kind.expected is not Attention.expected or kind.visible_for is not Attention.visible_for
-    return has_usual_layers(attn) and not own_score and not overrides
+    return has_usual_layers(attn) and not own_score and (isinstance(attn, Foreign) or not overrides)
 
 
 def definition(attn: Attention) -> Oracle:
     """The same attention on the same parameters, computing `expected` where it would `attend`."""
     if isinstance(attn, Foreign):
-        return attn.module.expected  # type: ignore[return-value]
+        return attn.expected if hasattr(attn.module, "expected") else functools.partial(plain, attn)
     twin = copy.copy(attn)
     twin.attend = twin.expected  # type: ignore[method-assign]
     return twin
@@ -54,7 +54,7 @@ def definition(attn: Attention) -> Oracle:
 def rounded_definition(attn: Attention) -> Oracle:
     """The definition in float64 of queries, keys and values that have been rounded to the module's dtype."""
     if isinstance(attn, Foreign):
-        return attn.module.expected  # type: ignore[return-value]
+        return definition(attn)
     twin = copy.copy(attn)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
@@ -67,7 +67,9 @@ def rounded_definition(attn: Attention) -> Oracle:
 def plain(attn: Attention, x: Tensor, *sources: Tensor, **given: Any) -> Tensor:
     """Dense attention over the visible keys, in the dtype of x with softmax in float32 at least."""
     weights, v = plain_weights(attn, x, *sources, **given)
-    return project_out(attn, (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
+    y = project_out(attn, (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
+    crossed = dict(zip(("context",), sources, strict=False))
+    return without_hidden(y, **given, **crossed) if isinstance(attn, Foreign) else y
 
 
 def plain_weights(
@@ -113,12 +115,14 @@ def project_out(attn: Attention, joined: Tensor) -> Tensor:
     return layers_of(attn).out_proj(joined)
 
 
-def output_of_nothing(attn: Attention, x: Tensor) -> Tensor:
+def output_of_nothing(attn: Attention, x: Tensor, key_mask: Tensor | None = None, **_: Tensor) -> Tensor:
     """What queries that see nothing must give: the output projection of zero."""
     if has_usual_layers(attn):
-        return project_out(attn, torch.zeros_like(x))
-    nothing = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
-    return definition(attn)(torch.zeros_like(x), mask=nothing)
+        zero = project_out(attn, torch.zeros_like(x))
+    else:
+        nothing = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
+        zero = definition(attn)(torch.zeros_like(x), mask=nothing)
+    return without_hidden(zero, key_mask) if isinstance(attn, Foreign) else zero
 
 
 def may_look(

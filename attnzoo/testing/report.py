@@ -11,14 +11,16 @@ Status = Literal["held", "failed", "not applicable"]
 class Outcome:
     """One check of one promise, in one setting.
 
-    `detail` says what was done, what came out and what was right, or why the check does not apply. `smallest` is the
-    smallest call that shows a failure, as a line of Python. `excuse` is the reason for which a failure was expected.
+    `asked` is what the check asks for. `detail` says what was done, what came out and what was right, or why the check
+    does not apply. `smallest` is the smallest call that shows a failure, as a line of Python. `excuse` is the reason
+    for which a failure was expected.
     """
 
     promise: str
     check: str
     setting: str
     status: Status
+    asked: str
     detail: str = ""
     smallest: str = ""
     excuse: str = ""
@@ -72,11 +74,17 @@ class Report:
         return f": {'; '.join(sorted(reasons))}" if self.status_of(promise) == "not applicable" else ""
 
     def _failures(self, promise: str) -> list[str]:
-        lines = []
+        """Each failed check of a promise in its first setting: what it asks for, what was found, and a call to try."""
+        found: dict[str, list[Outcome]] = {}
         for outcome in self.outcomes:
             if outcome.promise == promise and outcome.status == "failed":
-                expected = f", as expected: {outcome.excuse}" if outcome.excuse else ""
-                lines.append(f"    {outcome.check} ({outcome.setting}){expected}")
-                lines += textwrap.wrap(outcome.detail, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
-                lines += [f"        {outcome.smallest}"] if outcome.smallest else []
+                found.setdefault(outcome.check, []).append(outcome)
+        lines = []
+        for check, (first, *others) in found.items():
+            more = f", and in {len(others)} more" if others else ""
+            expected = f", as expected: {first.excuse}" if first.excuse else ""
+            lines.append(f"    {check} ({first.setting}{more}){expected}")
+            for title, text in (("asked", first.asked), ("found", first.detail)):
+                lines += textwrap.wrap(text, 110, initial_indent=f"        {title}: ", subsequent_indent=" " * 15)
+            lines += [f"        try:   {first.smallest}"] if first.smallest else []
         return lines

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.registry import find
 from attnzoo.testing.maker import Maker
-from attnzoo.testing.probes import Check, run
+from attnzoo.testing.probes import Check, NotApplicable, run
 from attnzoo.testing.size import sized
 
 LADDER: dict[str, tuple[dict[str, int], ...]] = {
@@ -33,16 +34,28 @@ def smallest(check: Check, make: Maker) -> tuple[str, str]:
 
 
 def _failure(check: Check, make: Maker, sizes: dict[str, int]) -> tuple[str, str]:
-    """What a check says at these sizes, and its last call; nothing where it holds, or can't be asked at such sizes."""
-    watched = dataclasses.replace(make, calls=[])
+    """What a check says at these sizes, and its last call; nothing where it holds, or where `vanilla`, which is sound,
+    fails too: then the check can't be asked at such sizes."""
+    watched, sound = dataclasses.replace(make, calls=[]), Maker(find("vanilla"), {}, make.causal, first=make.first)
     with sized(**sizes):
-        try:
-            run(check, watched)
-        except AssertionError as error:
-            return str(error), as_code(watched)
-        except Exception:
-            pass
+        if not sizes or _holds(check, sound):
+            try:
+                run(check, watched)
+            except AssertionError as error:
+                return str(error), as_code(watched)
+            except Exception:
+                pass
     return "", ""
+
+
+def _holds(check: Check, make: Maker) -> bool:
+    try:
+        run(check, make)
+    except NotApplicable:
+        return True
+    except Exception:
+        return False
+    return True
 
 
 def as_code(make: Maker) -> str:

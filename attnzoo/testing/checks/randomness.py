@@ -12,6 +12,7 @@ from attnzoo.testing.probes import (
     NotApplicable,
     agree,
     gradients,
+    need_dropout,
     noise,
     refuses,
     same,
@@ -97,6 +98,7 @@ def check_training_changes_no_pattern(make: Maker) -> None:
 
 def check_dropout_is_for_training(make: Maker) -> None:
     """Dropout is there in training, and only then."""
+    need_dropout(make)
     attn, without = make(dropout=0.5), make()
     x, given = (
         tokens(attn),
@@ -120,6 +122,7 @@ def check_dropout_is_for_training(make: Maker) -> None:
 
 def check_dropout_keeps_the_mean(make: Maker) -> None:
     """What dropout leaves is scaled up, so that the mean stays."""
+    need_dropout(make)
     draws, length = 400, 6
     attn, without = make(dropout=0.5, training=True), make(training=True)
     x = tokens(attn, length, batch=1)
@@ -135,6 +138,7 @@ def check_dropout_keeps_the_mean(make: Maker) -> None:
 
 def check_dropout_is_the_same_in_backward(make: Maker) -> None:
     """Backward drops the weights that forward dropped."""
+    need_dropout(make)
     attn = make(dropout=0.5, training=True)
     x, step = tokens(attn).requires_grad_(), noise(size.batch, size.length, attn.d_model, seed=8) * 1e-5
     weight = noise(size.batch, size.length, attn.d_model, seed=9)
