@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
 from attnzoo.errors import MaskError
+from attnzoo.testing.foreign import Foreign
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     DTYPES,
@@ -210,6 +211,8 @@ def check_gradients_go_where_queries_look(make: Maker) -> None:
             felt & ~(seen | itself),
             f"{mode}, sequence {{}}: query {{}} depends on token {{}}, which it may not look at",
         )
+        if isinstance(attn, Foreign):
+            seen &= given["key_mask"][:, :, None]  # what it gives for hidden queries is not looked at
         if is_plain(attn) and not training:
             _none(seen & ~felt, f"{mode}, sequence {{}}: query {{}} ignores token {{}}, which it may look at")
 
