@@ -106,7 +106,8 @@ class Pattern:
         for place, field in enumerate(fields):
             value = getattr(self, field.name)
             if value != field.default:
-                words.append(repr(value) if len(words) == place == 0 else f"{field.name}={value!r}")
+                named = field.kw_only or not len(words) == place == 0
+                words.append(f"{field.name}={value!r}" if named else repr(value))
         return f"{type(self).__name__}({', '.join(words)})"
 
     __repr__ = __str__
@@ -288,7 +289,7 @@ class Marked(Pattern):
     # . . . # #
     """
 
-    mutual: bool = False
+    mutual: bool = dataclasses.field(default=False, kw_only=True)
 
     relative = True
     marks = True

@@ -37,6 +37,7 @@ WAIVABLE = (  # what a variant may declare to do without
     "causal", "bidirectional", "cross", "cache", "documents", "marked",
     "left_padding", "right_padding", "length_free", "export",
 )  # fmt: skip
+DTYPES = ("float64", "float32", "bfloat16", "float16")  # which all support
 
 _registered: dict[str, Callable[..., Any]] = {}
 
@@ -52,13 +53,19 @@ class Description:
     cost: str
     supports: tuple[str, ...]
     waives: tuple[str, ...]
+    dtypes: tuple[str, ...]
     text: str
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.summary}", "", *(f"    {option}" for option in self.options), ""]
         lines += [f"{title}: {fact}" for title, fact in (("source", self.source), ("cost", self.cost)) if fact]
         return "\n".join(
-            [*lines, f"supports: {', '.join(self.supports)}", f"waives: {', '.join(self.waives) or 'nothing'}"]
+            [
+                *lines,
+                f"supports: {', '.join(self.supports)}",
+                f"waives: {', '.join(self.waives) or 'nothing'}",
+                f"dtypes: {', '.join(self.dtypes)}",
+            ]
         )
 
 
@@ -165,6 +172,7 @@ def describe(name: str) -> Description:
         cost=_section(text, "Cost"),
         supports=tuple(feature for feature in FEATURES if feature in supported),
         waives=tuple(feature for feature in FEATURES if feature not in supported),
+        dtypes=DTYPES,
         text=text,
     )
 

@@ -32,15 +32,16 @@ def test_a_file_is_named_as_its_variant_is_registered_and_its_signature_is_its_r
     ]
 
 
-def test_the_docs_are_what_the_docstrings_say():
+@pytest.mark.parametrize("page", ["variants.md", "contract.md"])
+def test_the_docs_are_what_the_docstrings_say(page):
     wanted = subprocess.run(
-        [sys.executable, "-c", "from write import variants_page; print(variants_page(), end='')"],
+        [sys.executable, "-c", f"from write import PAGES; print(PAGES[{page!r}](), end='')"],
         cwd=ROOT / "docs",
         capture_output=True,
         text=True,
         check=True,
     )
-    assert (ROOT / "docs" / "variants.md").read_text() == wanted.stdout, "run `make docs`"
+    assert (ROOT / "docs" / page).read_text() == wanted.stdout, "run `make docs`"
 
 
 def test_the_tree_in_the_readme_is_the_real_one():

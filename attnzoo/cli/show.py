@@ -35,6 +35,7 @@ def show(
     print()
     facts = {"source": about.source, "cost": about.cost}
     facts |= {"supports": ", ".join(about.supports), "does without": ", ".join(about.waives)}
+    facts["dtypes"] = ", ".join(about.dtypes)
     for title, fact in facts.items():
         if fact:
             print(folded(f"{title}: {fact}"))
@@ -61,6 +62,7 @@ def as_json(about: "Description") -> dict[str, Any]:
         "cost": about.cost,
         "supports": list(about.supports),
         "waives": list(about.waives),
+        "dtypes": list(about.dtypes),
     }
 
 

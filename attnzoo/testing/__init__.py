@@ -23,8 +23,10 @@ __all__ = [
     "NotApplicable",
     "Outcome",
     "Report",
+    "cases",
     "check_variant",
     "parametrize",
+    "run",
     "run_checks",
 ]
 
@@ -56,7 +58,7 @@ def run_checks(variant: str | Factory, expected_failures: Mapping[str, str] | No
     excuses = _known(expected_failures)
     outcomes: list[Outcome] = []
     shown: set[str] = set()
-    for promise, check, make in _cases(variant, options):
+    for promise, check, make in cases(variant, options):
         outcome = _outcome(promise, check, make, excuses.get(check.__name__, ""))
         if outcome.status == "failed" and check.__name__ not in shown:
             shown.add(check.__name__)
@@ -91,22 +93,23 @@ def parametrize(variant: str | Factory, expected_failures: Mapping[str, str] | N
         return run_it
 
     name = variant if isinstance(variant, str) else variant.__name__
-    cases = []
-    for _, check, make in _cases(variant, options):
+    parameters = []
+    for _, check, make in cases(variant, options):
         reason = excuses.get(check.__name__)
         marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-        cases.append(pytest.param(case(check, make), id=f"{name}-{check.__name__}-{make}", marks=marks))
-    return pytest.mark.parametrize("check", cases)
+        parameters.append(pytest.param(case(check, make), id=f"{name}-{check.__name__}-{make}", marks=marks))
+    return pytest.mark.parametrize("check", parameters)
 
 
-def _cases(variant: str | Factory, options: Mapping[str, Any]) -> Iterator[tuple[str, Check, Maker]]:
+def cases(variant: str | Factory, options: Mapping[str, Any]) -> Iterator[tuple[str, Check, Maker]]:
+    """Every promise, check and setting of a variant; `run(check, make)` asks one."""
     factory = find(variant) if isinstance(variant, str) else variant
     examples = [options] if options else getattr(factory, "examples", None) or [{}]
     for number, example in enumerate(examples):
         for make in makers(factory, example, first=number == 0):
-            for promise, checks in PROMISES.items():
-                for check in checks:
-                    yield promise, check, make
+            for promise in PROMISES:
+                for check in promise.checks:
+                    yield promise.title, check, make
 
 
 def _outcome(promise: str, check: Check, make: Maker, excuse: str) -> Outcome:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo import registry
 from attnzoo.attention import Attention
 from attnzoo.testing.foreign import Foreign, Refused
 from attnzoo.testing.maker import Maker
@@ -18,7 +19,7 @@ from attnzoo.testing.size import size
 Masks = dict[str, Any]  # of a call, by argument
 
 CLOSE = 1e-9  # float64 results that only took another order of operations
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = tuple(getattr(torch, name) for name in registry.DTYPES)
 
 Check = Callable[[Maker], None]
 

@@ -8,7 +8,7 @@ from attnzoo.variants.sparse import Sparse
 
 
 @register(
-    "local", examples=({"radius": 2, "block": 4}, {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
+    "local", examples=({"radius": 5, "block": 3}, {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
 )
 def local(
     d_model: int, num_heads: int, *,
@@ -24,7 +24,7 @@ def local(
         num_kv_heads: key-value heads, each shared by a group of query heads; as many as query heads where left out.
     Source: Beltagy et al. 2020, section 3.1, arXiv:2004.05150; the paper's window w is 2 * radius. Global tokens
         use the same projections as the others, where the paper gives them their own.
-    Cost: O(t radius e) time, O(t e) memory.
+    Cost: O(t radius e) time, O(t e) memory; in a compiled or exported graph O(t^2 e) and O(h t^2).
     """
     pattern: Pattern = Local(radius) | Marked(mutual=True)
     if whole("global_tokens", global_tokens, least=0):

@@ -1,0 +1,1 @@
+"""Ways to break a variant: the contract has to catch them all."""

@@ -1,0 +1,76 @@
+"""Which check catches which mutant: `make mutants`."""
+
+import logging
+import sys
+from collections.abc import Collection
+from unittest import mock
+
+import torch
+from mutants import broken, changes
+from mutants.mutant import Mutant
+
+from attnzoo import testing
+from attnzoo.testing import CHECKS
+from attnzoo.testing.checks import Promise
+
+Caught = dict[str, set[str]]  # for each mutant the checks that fail
+
+
+MUTANTS = {mutant.name: mutant for mutant in (*broken.BROKEN, *changes.CHANGES)}
+
+
+def only(*checks: str):
+    """A contract of these checks and no others."""
+    promise = Promise("these", "", tuple(CHECKS[check] for check in checks))
+    return mock.patch.object(testing, "PROMISES", (promise,))
+
+
+def failing(mutant: Mutant, checks: Collection[str] = tuple(CHECKS)) -> set[str]:
+    """The checks, of those named, that fail for a mutant in any setting."""
+    broken.TABLES.clear()
+    with only(*checks), mutant.made():
+        failed: set[str] = set()
+        for _, check, make in testing.cases(mutant.variant, mutant.options):
+            if check.__name__ not in failed:
+                try:
+                    testing.run(check, make)
+                except testing.NotApplicable:
+                    pass
+                except Exception:
+                    failed.add(check.__name__)
+        return failed
+
+
+def table(caught: Caught) -> str:
+    """A row for each mutant and a column for each check: `#` where it catches, `1` where nothing else does."""
+    names = list(CHECKS)
+    wide = max(map(len, caught))
+    lines = [f"{number:3}  {name.removeprefix('check_')}" for number, name in enumerate(names)]
+    for digit in range(2):
+        lines.append(" " * wide + "  " + "".join(f"{number:2}"[digit] for number in range(len(names))))
+    for mutant, failed in caught.items():
+        mark = "1" if len(failed) == 1 else "#"
+        lines.append(f"{mutant:{wide}}  " + "".join(mark if name in failed else "." for name in names))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Prints the matrix and its holes: mutants that nothing catches, and checks that never catch alone."""
+    logging.disable()  # the compiler's
+    torch.set_num_threads(1)
+    caught: Caught = {}
+    for name, mutant in MUTANTS.items():
+        caught[name] = failing(mutant)
+        print(f"{len(caught[name]):3} checks catch {name}", file=sys.stderr, flush=True)
+    print(table(caught))
+    elsewhere = {mutant.name for mutant in MUTANTS.values() if mutant.witness}
+    missed = sorted(name for name, failed in caught.items() if not failed and name not in elsewhere)
+    alone = {check for failed in caught.values() if len(failed) == 1 for check in failed}
+    idle = [check for check in CHECKS if check not in alone]
+    print(f"\n{len(caught)} mutants; caught by the contract: {sum(map(bool, caught.values()))}, by a named test: ", end="")
+    print(f"{len(elsewhere)}, by nothing: {missed or 'none'}; checks that never catch alone: {idle or 'none'}")
+    return bool(missed or idle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
