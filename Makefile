@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint wheel docs
+.PHONY: train test lint wheel docs mutants
 
 train: .venv/installed
 	$(BIN)/attnzoo train recipes/bigbird.yaml
@@ -21,6 +21,9 @@ lint: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/write.py
+
+mutants: .venv/installed
+	$(BIN)/python -m tests.mutants.matrix
 
 wheel: .venv/installed
 	rm -rf dist

@@ -1,12 +1,12 @@
 """The contract can fail: every mutant is caught, and every check is needed to catch one."""
 
 import pytest
-from mutants.matrix import MUTANTS, failing, only
-from mutants.sound import Linear, Sound, TopKeys
 
 import attnzoo
 from attnzoo.errors import OptionError
 from attnzoo.testing import CHECKS
+from tests.mutants.matrix import MUTANTS, failing, only
+from tests.mutants.sound import Linear, Sound, TopKeys
 
 
 @pytest.mark.parametrize("name", MUTANTS)

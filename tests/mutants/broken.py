@@ -6,8 +6,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from mutants.mutant import Mutant
-from mutants.sound import Drawn, Redrawn, Sound
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
@@ -15,6 +13,8 @@ from attnzoo.cache import Cache
 from attnzoo.errors import NotSupportedError, OptionError
 from attnzoo.kernels.dense import dense, dense_weights
 from attnzoo.patterns import Causal, Full, Local, Random
+from tests.mutants.mutant import Mutant
+from tests.mutants.sound import Drawn, Redrawn, Sound
 
 BROKEN: list[Mutant] = []
 

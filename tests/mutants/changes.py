@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mutants.mutant import Mutant
-from mutants.sound import Marking
+from tests.mutants.mutant import Mutant
+from tests.mutants.sound import Marking
 
 LOCAL = ("local", {"radius": 5, "block": 3})
 GLOBAL = ("local", {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
@@ -90,7 +90,7 @@ CHANGES = [
             "patterns:Local.covers", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <",
             witness=pictures),
     _change("heads draw alike, kernel and pattern alike", BIGBIRD,
-            "patterns:Random.sees", "stretch, query.head)", "stretch, 0 * query.head)", witness=asserting("test_patterns", "test_draws_are_distinct_spread_out_and_their_own_for_each_head_seed_and_row")),
+            "patterns:Random.sees", "stretch, query.head)", "stretch, 0 * query.head)", witness=asserting("tests.test_patterns", "test_draws_are_distinct_spread_out_and_their_own_for_each_head_seed_and_row")),
     _change("window too narrow in the block table", LOCAL,
             "patterns:Local.touches", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <"),
     _change("window too wide in whole blocks", LOCAL,
@@ -174,7 +174,7 @@ CHANGES = [
     _change("drawn from Python's generator", REDRAW, "attention:Attention._open", "torch.randint(2**32, (), device=\"cpu\")", "torch.tensor(__import__('random').randrange(2**32))"),
     _change("torch's state advanced", RANDOM, "patterns:Random.sees", "query_block, key_block =", "torch.rand(()); query_block, key_block ="),
     _change("a draw that depends on the length", RANDOM, "patterns:Random.sees", "_hash(self.seed,", "_hash(self.seed + int(key.index.max()),"),
-    _change("dense in training", ("random_sparse", {"keys": 2, "train_only": True}), "variants.random_sparse:RandomSparse.current_pattern", "not self.training", "self.training", witness=asserting("test_attention", "test_train_only_looks_at_everything_in_eval")),
+    _change("dense in training", ("random_sparse", {"keys": 2, "train_only": True}), "variants.random_sparse:RandomSparse.current_pattern", "not self.training", "self.training", witness=asserting("tests.test_attention", "test_train_only_looks_at_everything_in_eval")),
     # Sizes and travel
     _change("blocks not filled up", LOCAL, "kernels.blocks:_cut", "filled = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()", "filled = x[:, :, : x.shape[2] - x.shape[2] % size] if missing and x.shape[2] > size else F.pad(x, (0, 0, 0, missing))"),
     _change("an empty batch fails", LOCAL, "kernels.blocks:blocks", "q.numel() == 0 or", ""),

@@ -6,12 +6,12 @@ from collections.abc import Collection
 from unittest import mock
 
 import torch
-from mutants import broken, changes
-from mutants.mutant import Mutant
 
 from attnzoo import testing
 from attnzoo.testing import CHECKS
 from attnzoo.testing.checks import Promise
+from tests.mutants import broken, changes
+from tests.mutants.mutant import Mutant
 
 Caught = dict[str, set[str]]  # for each mutant the checks that fail
 

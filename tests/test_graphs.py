@@ -1,0 +1,53 @@
+"""Compiled and exported: what the contract asks of one setting, in all of them, and with code generated."""
+
+import dataclasses
+import io
+import shutil
+
+import pytest
+import torch
+
+import attnzoo
+from attnzoo.testing import CHECKS
+from attnzoo.testing.maker import makers
+
+VARIANTS = attnzoo.list_variants()
+SETTINGS = {
+    f"{name}-{make}": make
+    for name in VARIANTS
+    for example in attnzoo.find(name).examples
+    for make in makers(attnzoo.find(name), example)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_compiles(setting):
+    CHECKS["check_compiles"](dataclasses.replace(SETTINGS[setting], first=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # what the compiler warns of
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiled_code_gives_the_same(name):
+    attn = attnzoo.build(name, 24, 6, **{**attnzoo.find(name).examples[0], "causal": True})
+    torch.compiler.reset()
+    compiled = torch.compile(attn, fullgraph=True)
+    for length in (2, 7, 33):
+        x = torch.randn(3, length, 24)
+        torch.testing.assert_close(compiled(x), attn(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # what the exporter warns of
+@pytest.mark.parametrize("name", ["gqa", "bigbird"])
+def test_an_exported_program_runs_after_it_was_stored(name):
+    attn = attnzoo.build(name, 24, 6, **attnzoo.find(name).examples[0]).eval()
+    shapes = {"x": {1: torch.export.Dim("length", min=2)}}
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(attn, (torch.randn(1, 5, 24),), dynamic_shapes=shapes), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    for length in (2, 40):
+        x = torch.randn(1, length, 24)
+        torch.testing.assert_close(program(x), attn(x))
