@@ -10,13 +10,13 @@ import torch
 from attnzoo import testing
 from attnzoo.testing import CHECKS
 from attnzoo.testing.checks import Promise
-from tests.mutants import broken, changes
+from tests.mutants import broken, changes, narrow
 from tests.mutants.mutant import Mutant
 
 Caught = dict[str, set[str]]  # for each mutant the checks that fail
 
 
-MUTANTS = {mutant.name: mutant for mutant in (*broken.BROKEN, *changes.CHANGES)}
+MUTANTS = {mutant.name: mutant for mutant in (*broken.BROKEN, *narrow.NARROW, *changes.CHANGES)}
 
 
 def only(*checks: str):
@@ -28,6 +28,7 @@ def only(*checks: str):
 def failing(mutant: Mutant, checks: Collection[str] = tuple(CHECKS)) -> set[str]:
     """The checks, of those named, that fail for a mutant in any setting."""
     broken.TABLES.clear()
+    narrow.TABLES.clear()
     with only(*checks), mutant.made():
         failed: set[str] = set()
         for _, check, make in testing.cases(mutant.variant, mutant.options):
@@ -64,7 +65,7 @@ def main() -> int:
         print(f"{len(caught[name]):3} checks catch {name}", file=sys.stderr, flush=True)
     print(table(caught))
     elsewhere = {mutant.name for mutant in MUTANTS.values() if mutant.witness}
-    missed = sorted(name for name, failed in caught.items() if not failed and name not in elsewhere)
+    missed = [name for name, failed in caught.items() if not failed and name not in elsewhere]
     alone = {check for failed in caught.values() if len(failed) == 1 for check in failed}
     idle = [check for check in CHECKS if check not in alone]
     print(f"\n{len(caught)} mutants; caught by the contract: {sum(map(bool, caught.values()))}, by a named test: ", end="")

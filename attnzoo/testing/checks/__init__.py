@@ -41,9 +41,6 @@ PROMISES = (
         (
             masks.check_masks_combine,
             masks.check_masks_broadcast,
-            masks.check_masks_hold_under_dropout,
-            masks.check_masks_hold_when_checkpointed,
-            masks.check_masks_hold_under_autocast,
             masks.check_sequences_are_alone,
             masks.check_gradients_go_where_queries_look,
         ),
@@ -84,7 +81,6 @@ PROMISES = (
         (
             numbers.check_output_is_what_the_pattern_says,
             numbers.check_gradients_are_those_of_the_pattern,
-            numbers.check_positions_are_right_with_masks,
             numbers.check_cross_attention,
             numbers.check_documents_are_alone,
             numbers.check_weights_are_those_of_the_pattern,
@@ -116,10 +112,8 @@ PROMISES = (
             decoding.check_reorder,
             decoding.check_cached_keys_are_detached,
             decoding.check_queries_train_over_frozen_keys,
-            decoding.check_empty_cache_is_used,
             decoding.check_caches_do_not_mix,
             decoding.check_cached_in_any_dtype,
-            declared.check_cache_is_refused_where_it_means_nothing,
         ),
     ),
     Promise(
@@ -171,7 +165,6 @@ PROMISES = (
             state.check_no_tensor_is_kept,
             state.check_inference_mode_does_not_stick,
             state.check_moving_does_not_stick,
-            state.check_meta_device_does_not_stick,
             state.check_inputs_are_not_modified,
         ),
     ),

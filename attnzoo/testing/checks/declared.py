@@ -1,6 +1,9 @@
 """What a variant refuses, and that it does what it declares."""
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -65,7 +68,7 @@ def check_causal_is_what_was_asked_for(make: Maker) -> None:
 
 
 def check_features_are_what_is_declared(make: Maker) -> None:
-    """What a variant supports works, and what it does without is a NotSupportedError."""
+    """What a variant supports works, and what it does without is a NotSupportedError; so is a cache with a context."""
     attn = make()
     unknown = (attn.supports | attn.without) - set(FEATURES)
     assert not unknown, f"no feature is named {', '.join(sorted(unknown))}; there are {', '.join(FEATURES)}"
@@ -80,6 +83,11 @@ def check_features_are_what_is_declared(make: Maker) -> None:
     ]
     if takes(attn, "values"):
         uses.append(("cross", lambda: attn(x, values=x)))
+    cache = _cache_of_any(make)
+    if cache is not None and "cache" not in attn.supports:
+        uses.append(("cache", lambda: attn(x, cache=cache)))
+    elif cache is not None and takes(attn, "context"):
+        refuses(NotSupportedError, "a cache and context", lambda: attn(x, x, cache=cache))
     if not attn.redraws:
         uses.append(("weights", lambda: attn.weights(x)))
     for feature, use in uses:
@@ -92,22 +100,7 @@ def check_features_are_what_is_declared(make: Maker) -> None:
             raise AssertionError(f"{feature} is among what it supports, and it refuses: {error}") from error
 
 
-def check_cache_is_refused_where_it_means_nothing(make: Maker) -> None:
-    """`new_cache` without causal, and a cache together with a context, are a NotSupportedError."""
-    attn = make()
-    x = tokens(attn)
-    if not make.causal and "cache" not in attn.supports:
-        refuses(NotSupportedError, "new_cache without causal", attn.new_cache, size.batch, size.length)
-        other = Maker(make.factory, make.options, True)
-        try:
-            cache = other().new_cache(size.batch, size.length)
-        except (OptionError, NotSupportedError):
-            return  # no cache to be had
-        refuses(NotSupportedError, "a cache without causal", attn, x, cache=cache)
-    elif "cache" in attn.supports:
-        cache = attn.new_cache(size.batch, size.length)
-        refuses(NotSupportedError, "a cache and context", attn, x, x, cache=cache)
-        if takes(attn, "values"):
-            refuses(NotSupportedError, "a cache and values", attn, x, values=x, cache=cache)
-    else:
-        raise NotApplicable("it does without a cache")
+def _cache_of_any(make: Maker) -> Any:
+    """A cache from any causal setting of the variant that has one."""
+    with contextlib.suppress(OptionError, NotSupportedError):
+        return dataclasses.replace(make, causal=True)().new_cache(size.batch, size.length)

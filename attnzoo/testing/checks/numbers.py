@@ -10,12 +10,14 @@ from attnzoo.attention import Attention
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     DTYPES,
+    Masks,
     NotApplicable,
     agree,
     compare,
     compare_gradients,
     documents_of,
     gradients,
+    named,
     need,
     noise,
     same,
@@ -29,11 +31,15 @@ from attnzoo.testing.size import size
 
 
 def check_output_is_what_the_pattern_says(make: Maker) -> None:
-    """The output equals dense float64 attention over the visible keys, in eval and in training."""
+    """The output equals dense float64 attention over the visible keys, in eval and in training, with positions that
+    count as they should beside padding."""
+    masks: list[Masks] = [{}, *({"key_mask": some(size.batch, size.length, seed=2, share=part)} for part in (0.3, 0.8))]
     for positions in make.positions:
         for training in (False, True):
             attn = make(positions=positions, training=training)
-            compare(attn, f"positions={positions!r}, {'training' if training else 'eval'}", tokens(attn))
+            for given in masks:
+                what = f"positions={positions!r}, {'training' if training else 'eval'}, {named(given)}"
+                compare(attn, what, tokens(attn), **given)
 
 
 def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
@@ -46,19 +52,6 @@ def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
             attn = make(positions=positions, training=True)
             what = f"positions={positions!r}, with {' and '.join(given) or 'no masks'}"
             compare_gradients(attn, what, {"x": tokens(attn)}, **given)
-
-
-def check_positions_are_right_with_masks(make: Maker) -> None:
-    """Rotary and ALiBi positions are right beside padding; rotary ones count visible tokens only."""
-    for positions in make.positions[1:]:
-        attn = make(positions=positions)
-        for share in (0.3, 0.8):
-            compare(
-                attn,
-                f"positions={positions!r}, padded",
-                tokens(attn),
-                key_mask=some(size.batch, size.length, seed=2, share=share),
-            )
 
 
 def check_cross_attention(make: Maker) -> None:

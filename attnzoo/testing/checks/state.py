@@ -102,21 +102,15 @@ def check_inference_mode_does_not_stick(make: Maker) -> None:
 
 
 def check_moving_does_not_stick(make: Maker) -> None:
-    """A module that was moved to another device or dtype, and used there, computes the same afterwards."""
-    length = LONG + 2  # a length that no other check has
-    attn = make(dtype=torch.float32)
-    x, right = tokens(attn, length), make(dtype=torch.float32)(tokens(attn, length))
+    """A module that was used on another device or in another dtype, or made on the meta device, where sizes beyond
+    2 ** 31 elements are fine, computes and trains the same afterwards."""
+    attn = make()
     if torch.cuda.is_available():
-        agree(attn.to("cuda")(x.to("cuda")).cpu(), right, "on a GPU", 1e-3)
-        attn.to("cpu")
-    agree(attn(x), right, "after it was used on another device", 1e-5)
-    attn.double()(x.double())
-    same(attn.float()(x), right, "after it was used in float64")
-
-
-def check_meta_device_does_not_stick(make: Maker) -> None:
-    """A module that was made and used on the meta device computes and trains once it has weights; there sizes beyond
-    2 ** 31 elements are fine."""
+        x = tokens(attn)
+        agree(attn.to("cuda")(x.to("cuda")).cpu(), attn.cpu()(x), "on a GPU", 1e-6)
+    attn.float()(tokens(attn).float())
+    attn.double().load_state_dict(make().state_dict())
+    compare_with_fresh(attn, make, "after it was used in float32")
     with torch.device("meta"):
         attn = make()
     for length in (size.length, 2**17):
@@ -168,8 +162,8 @@ def check_other_layout_loads(make: Maker) -> None:
     state = attn.state_dict()
     layers = {name for name, _ in attn.named_children()}
     narrow = attn.num_kv_heads * attn.head_dim
-    swapped = {name: value for name, value in state.items() if name.startswith("out_proj")}
-    for kind in {name.split(".")[-1] for name in state}:
+    swapped = {name: value for name, value in state.items() if name.split(".")[0] not in (*SEPARATE, FUSED)}
+    for kind in {name.split(".")[-1] for name in state if "_proj." in name}:
         if layers == {FUSED, "out_proj"}:
             rows = state[f"{FUSED}.{kind}"].split([attn.d_model, narrow, narrow])
             swapped |= {f"{name}.{kind}": part for name, part in zip(SEPARATE, rows, strict=True)}

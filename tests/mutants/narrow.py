@@ -1,0 +1,483 @@
+"""Variants that are wrong in one situation only, such as one check alone looks at."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.attention import Attention, PositionKind
+from attnzoo.cache import Cache
+from attnzoo.errors import OptionError
+from attnzoo.kernels.dense import dense
+from attnzoo.patterns import Causal, Random
+from tests.mutants.mutant import Mutant
+from tests.mutants.sound import Drawn, Linear, Sound
+
+NARROW: list[Mutant] = []
+Call = dict[str, Any]  # the arguments of a call by name
+
+
+def caught_by(check: str) -> Callable[[type[Attention]], type[Attention]]:
+    """Enters a variant with the one check that must catch it."""
+
+    def enter(broken: type[Attention]) -> type[Attention]:
+        NARROW.append(Mutant(broken.__name__, broken, {}, contextlib.nullcontext, (f"check_{check}",)))
+        return broken
+
+    return enter
+
+
+class Conditional(Sound):
+    """Wrong where `when(self, call)` says so: the output is off, or with `gradient` only the gradient is."""
+
+    when: Callable[["Conditional", Call], bool]
+    gradient = False
+
+    def forward(self, x, context=None, *, cache=None, **given):
+        call = dict.fromkeys(("values", "key_mask", "mask", "documents"), None)
+        call |= {"x": x, "context": context, "cache": cache, "held": 0 if cache is None else cache.length, **given}
+        y = super().forward(x, context, cache=cache, **given)
+        if not type(self).when(self, call):
+            return y
+        return 2 * y - y.detach() if self.gradient else y + 0.01
+
+
+def wrong_when(check: str, *, gradient: bool = False) -> Callable[[Callable[[Conditional, Call], bool]], Any]:
+    """Enters a variant that is wrong where the decorated function says so."""
+
+    def enter(when: Callable[[Conditional, Call], bool]) -> Any:
+        name = "".join(word.title() for word in when.__name__.split("_"))
+        globals()[name] = caught_by(check)(
+            type(name, (Conditional,), {"when": when, "gradient": gradient, "__module__": __name__})
+        )
+        return when
+
+    return enter
+
+
+def alone(call: Call, *given: str) -> bool:
+    """Whether a call has these arguments besides x, and no others."""
+    masks = ("context", "values", "key_mask", "mask", "documents", "cache")
+    return all((call[name] is not None) == (name in given) for name in masks)
+
+
+# Masks
+
+
+@wrong_when("true_means_may_look")
+def masks_of_all_true(self, call):
+    return alone(call, "key_mask", "mask") and call["mask"].dim() == 2 and bool(call["mask"].all())
+
+
+@wrong_when("masks_combine")
+def a_key_mask_and_a_mask_by_head(self, call):
+    return alone(call, "key_mask", "mask") and call["mask"].shape[1] == 6 and not (self.training or self.causal)
+
+
+@wrong_when("masks_broadcast")
+def one_mask_by_head_for_all(self, call):
+    return alone(call, "mask") and call["mask"].shape[:2] == (1, self.num_heads) and len(call["x"]) == 3
+
+
+@wrong_when("sequences_are_alone")
+def a_batch_of_one_with_masks(self, call):
+    return alone(call, "key_mask", "mask") and call["x"].shape[:2] == (1, 11) and self.num_heads == 6
+
+
+@wrong_when("equal_sizes_change_no_meaning")
+def as_many_tokens_as_heads(self, call):
+    return alone(call, "mask") and call["mask"].shape == (self.num_heads, self.num_heads) == call["x"].shape[:2]
+
+
+@caught_by("float_masks_are_refused")
+class FloatKeyMaskTaken(Sound):
+    def forward(self, x, context=None, *, key_mask=None, **given):
+        if key_mask is not None and key_mask.is_floating_point():
+            key_mask = key_mask > 0
+        return super().forward(x, context, key_mask=key_mask, **given)
+
+
+@caught_by("other_mask_shapes_are_refused")
+class OneColumnTaken(Sound):
+    def forward(self, x, context=None, *, key_mask=None, cache=None, **given):
+        if key_mask is not None and cache is context is None and key_mask.shape == (len(x), 1) != x.shape[:2]:
+            key_mask = key_mask.expand(-1, x.shape[1])
+        return super().forward(x, context, key_mask=key_mask, cache=cache, **given)
+
+
+@caught_by("gradients_go_where_queries_look")
+class GradientToAll(Sound):
+    def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
+        if key_mask is None or mask is None or mask.dim() == 2:
+            return y
+        return y + (x - x.detach()).mean((0, 1))
+
+
+# Nothing to see
+
+
+@caught_by("queries_that_see_nothing_get_zero")
+class NotQuiteZeroInHalf(Sound):
+    def forward(self, x, context=None, *, mask=None, **given):
+        y = super().forward(x, context, mask=mask, **given)
+        if mask is None or mask.dim() == 4 or x.dtype != torch.bfloat16:
+            return y
+        return y + 0.01 * (~mask.any(1)).to(y.dtype)[:, None]
+
+
+@caught_by("queries_that_see_nothing_give_no_gradient")
+class GradientOfNothing(Sound):
+    def attend(self, q, k, v, scope):
+        empty = ~scope.visible().any(-1, keepdim=True)
+        return dense(q, k, v, scope) + empty * (q - q.detach()) * (q.dtype == torch.bfloat16)
+
+
+@wrong_when("queries_that_see_nothing_harm_no_other", gradient=True)
+def a_sequence_hidden_whole_in_training(self, call):
+    return alone(call, "key_mask") and self.training and not self.dropout and not call["key_mask"].any(1).all()
+
+
+# Padding
+
+
+@wrong_when("padding_cannot_be_felt")
+def padding_of_nan(self, call):
+    return alone(call, "key_mask") and call["x"].dtype == torch.float64 and bool(call["x"].isnan().any())
+
+
+@wrong_when("padding_in_half_precision_cannot_be_felt")
+def padding_of_nan_in_half_precision(self, call):
+    return call["x"].dtype.itemsize == 2 and bool(call["x"].isnan().any())
+
+
+@wrong_when("padding_of_context_cannot_be_felt")
+def padding_of_nan_in_a_context(self, call):
+    return call["context"] is not None and bool(call["context"].isnan().any())
+
+
+@caught_by("padding_gets_no_gradient")
+class GradientToGarbage(Sound):
+    def forward(self, x, context=None, *, key_mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, **given)
+        if key_mask is None or context is not None or not bool((x.detach().abs() == 1e30).any()):
+            return y
+        return y + (x - x.detach()).nan_to_num().mean(1, keepdim=True)
+
+
+@wrong_when("padding_on_the_right_changes_nothing")
+def much_padding_on_the_right(self, call):
+    return alone(call, "key_mask") and not call["key_mask"][:, -8:].any()
+
+
+@wrong_when("padding_on_the_left_changes_nothing")
+def much_padding_on_the_left(self, call):
+    return alone(call, "key_mask") and call["x"].shape[1] > 16 and not call["key_mask"][:, :8].any()
+
+
+@wrong_when("padding_of_context_changes_nothing")
+def much_padding_of_a_context(self, call):
+    return alone(call, "key_mask", "context") and not call["key_mask"][:, -8:].any()
+
+
+@caught_by("queries_stand_at_the_end")
+class ShownTopLeft(Sound):
+    def visible(self, query_length, key_length=None, *, marked=None):
+        if not self.causal or key_length is None or key_length <= query_length:
+            return super().visible(query_length, key_length, marked=marked)
+        return super().visible(key_length, marked=marked)[..., :query_length, :]
+
+
+# Numbers
+
+
+@wrong_when("output_is_what_the_pattern_says")
+def rotary_in_training(self, call):
+    return alone(call) and self.training and self.positions == "rotary"
+
+
+@wrong_when("gradients_are_those_of_the_pattern", gradient=True)
+def alibi_in_training(self, call):
+    return alone(call) and self.training and self.positions == "alibi"
+
+
+@wrong_when("documents_are_alone")
+def documents_in_one_piece_each(self, call):
+    ids = call["documents"]
+    return alone(call, "documents") and bool((ids.diff(dim=1) != 0).sum() == 2 * len(ids))
+
+
+@wrong_when("lower_precision")
+def long_sequences_in_single_precision(self, call):
+    return call["x"].dtype == torch.float32 and call["x"].shape[1] == 70
+
+
+@caught_by("later_tokens_change_nothing")
+class FaintLeak(Sound):
+    def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
+        leaks = self.causal and key_mask is None and mask is None and x.dtype == torch.float64
+        return y + 1e-12 * x.detach().mean(1, keepdim=True) if leaks and x.shape[1] else y
+
+
+@caught_by("later_tokens_get_no_gradient")
+class FaintGradient(Sound):
+    def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
+        leaks = self.causal and key_mask is None and mask is None and x.dtype == torch.float64
+        return y + 1e-12 * (x - x.detach()).mean(1, keepdim=True) if leaks and x.shape[1] else y
+
+
+# Decoding
+
+
+@wrong_when("cached_equals_full")
+def a_cache_in_inference_mode(self, call):
+    return call["cache"] is not None and torch.is_inference_mode_enabled()
+
+
+@wrong_when("padded_prompts_decode_as_alone")
+def a_left_padded_prompt(self, call):
+    return call["cache"] is not None and call["key_mask"] is not None and bool(
+        (call["key_mask"].sum(1) + torch.tensor([0, 3, 5]) == call["key_mask"].shape[1]).all()
+    )  # fmt: skip
+
+
+class Joined(Cache):
+    def joined_mask(self, key_mask, queries):
+        return key_mask if key_mask is not None and key_mask.all() else super().joined_mask(key_mask, queries)
+
+
+class ViewedWhereFrozen(Cache):
+    def _extended(self, stored, tensor):
+        if tensor.requires_grad:
+            return super()._extended(stored, tensor)
+        stored[:, :, self.length : self.length + tensor.shape[2]] = tensor
+        return stored[:, :, : self.length + tensor.shape[2]]
+
+
+class OfThis(Sound):
+    """A variant with another kind of cache."""
+
+    kind = Cache
+
+    def new_cache(self, batch_size, max_length, rewind=0):
+        cache = super().new_cache(batch_size, max_length, rewind)
+        cache.__class__ = self.kind
+        return cache
+
+
+@caught_by("hidden_tokens_stay_hidden")
+class AllTrueShowsAll(OfThis):
+    kind = Joined
+
+
+@caught_by("queries_train_over_frozen_keys")
+class FrozenKeysAreViews(OfThis):
+    kind = ViewedWhereFrozen
+
+
+@wrong_when("caches_do_not_mix")
+def another_cache_than_last_time(self, call):
+    if call["cache"] is None:
+        return False
+    last, self.last = getattr(self, "last", None), id(call["cache"])
+    return call["held"] > 0 and last != self.last
+
+
+# Chance
+
+
+@caught_by("patterns_are_fixed")
+class OtherKeysBeyond32(Drawn):
+    long = False
+
+    def current_pattern(self):
+        other = Random(2, seed=1) & Causal() if self.causal else Random(2, seed=1)
+        return other if self.long else self.pattern
+
+    def visible(self, query_length, key_length=None, *, marked=None):
+        self.long = (key_length or query_length) > 32
+        return super().visible(query_length, key_length, marked=marked)
+
+    def forward(self, x, context=None, *, cache=None, **given):
+        length = x.shape[1] if context is None else context.shape[1]
+        self.long = length + (0 if cache is None else cache.length) > 32
+        return super().forward(x, context, cache=cache, **given)
+
+
+# Sizes and dtypes
+
+
+@wrong_when("any_length")
+def seventeen_tokens(self, call):
+    return call["x"].shape[1] == 17
+
+
+@wrong_when("gradients_at_any_length", gradient=True)
+def five_tokens_in_two_sequences(self, call):
+    return call["x"].shape[:2] == (2, 5)
+
+
+@wrong_when("one_of_everything")
+def two_heads(self, call):
+    return self.num_heads == 2
+
+
+@wrong_when("inputs_in_any_layout")
+def one_sequence_expanded(self, call):
+    return call["x"].stride(0) == 0 and len(call["x"]) == 3
+
+
+@caught_by("softmax_is_wide")
+class LargeScoresRounded(Sound):
+    def attend(self, q, k, v, scope):
+        largest = float(q.detach().abs().amax() * k.detach().abs().amax()) if q.dtype.itemsize == 2 else 0.0
+        return dense(q * 1.1 if 40 < largest < 1e6 else q, k, v, scope)
+
+
+@caught_by("large_scores_stay_finite")
+class LargeScoresOverflow(Sound):
+    def attend(self, q, k, v, scope):
+        if q.dtype != torch.float16 or self.causal or not q.numel():
+            return dense(q, k, v, scope)
+        largest = q.detach().float().abs().amax() * k.detach().float().abs().amax()
+        return dense(q, k, v, scope) + largest.half() * 0
+
+
+@caught_by("dtype_is_kept")
+class FloatUnderHalfAutocast(Sound):
+    def forward(self, x, context=None, **given):
+        y = super().forward(x, context, **given)
+        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+        return y.float() if half else y
+
+
+# What sticks, and what does not travel
+
+
+@wrong_when("calls_change_no_later_call")
+def after_a_long_padded_call(self, call):
+    before = getattr(self, "seen", False)
+    self.seen = before or (alone(call, "key_mask") and call["x"].shape[1] == 33)
+    return before
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+@caught_by("inference_mode_does_not_stick")
+class TableOfInference(Sound):
+    """A table by length that is made once, wherever and however that is."""
+
+    def attend(self, q, k, v, scope):
+        if q.shape[2] != 34:
+            return dense(q, k, v, scope)
+        return dense(q * TABLES.setdefault(34, torch.ones(34, 1, dtype=q.dtype)), k, v, scope)
+
+
+@caught_by("moving_does_not_stick")
+class TableOfTheMetaDevice(Sound):
+    def attend(self, q, k, v, scope):
+        if q.is_meta:
+            self.table = torch.ones(q.shape[2], 1, device=q.device)
+        return dense(q * getattr(self, "table", 1), k, v, scope)
+
+
+@caught_by("inputs_are_not_modified")
+class ScalesInPlace(Sound):
+    def forward(self, x, context=None, **given):
+        y = super().forward(x, context, **given)
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            x += 1
+        return y
+
+
+@caught_by("state_dict_round_trip")
+class CopiesItsBias(Sound):
+    def forward(self, x, context=None, **given):
+        if x.shape[1] == 2 and not hasattr(self, "bias"):
+            first = self.out_proj.bias.detach().clone()
+            self.bias = lambda: first
+        y = super().forward(x, context, **given)
+        return y if not hasattr(self, "bias") else y - self.out_proj.bias.detach() + self.bias()
+
+
+@caught_by("converts")
+class MasksBecomeFloats(Sound):
+    def prepare(self):
+        self.register_buffer("some", torch.ones(3, dtype=torch.bool), persistent=False)
+
+    def _apply(self, convert, recurse=True):
+        super()._apply(convert, recurse)
+        if self.out_proj.weight.dtype.itemsize == 2:
+            self.some = self.some.to(self.out_proj.weight.dtype)
+        return self
+
+
+@caught_by("gradient_checkpointing")
+class OtherWhenComputedAgain(Sound):
+    def attend(self, q, k, v, scope):
+        again = torch._C._current_graph_task_id() != -1 and scope.dropout  # inside backward
+        return dense(q, k, v * 1.01 if again else v, scope)
+
+
+@caught_by("every_parameter_learns")
+class UnusedInTraining(Linear):
+    def prepare(self):
+        self.gain = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x, context=None, **given):
+        y = super().forward(x, context, **given)
+        bare = all(value is None for value in given.values())
+        return y if self.training and self.dropout and bare else y + 0 * self.gain.to(y.dtype)
+
+
+@caught_by("compiles")
+class BreaksTheGraph(Sound):
+    def attend(self, q, k, v, scope):
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            torch._dynamo.graph_break()
+        return dense(q, k, v, scope)
+
+
+@caught_by("exports")
+class OneLengthInAnExportedGraph(Sound):
+    def attend(self, q, k, v, scope):
+        length = int(q.shape[2]) if torch.compiler.is_exporting() else 11
+        return dense(q, k, v, scope) * (1 if length == 11 else 0)
+
+
+# Options and declarations
+
+
+def with_options(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Sound]:
+    """A function that makes something of impossible options."""
+
+    def build(
+        d_model: int, num_heads: int, *,
+        num_kv_heads: int | None = None,
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> Sound:  # fmt: skip
+        options = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "causal": causal}
+        options |= {"dropout": dropout, "bias": bias, "positions": positions}
+        try:
+            return Sound(**options)
+        except OptionError:
+            return Sound(**change(options))
+
+    return build
+
+
+any_heads = with_options(lambda options: {**options, "num_heads": 1, "num_kv_heads": None})
+any_dropout = with_options(lambda options: {**options, "dropout": 0.0})
+for name, forgiving in {"AnyHeads": any_heads, "AnyDropout": any_dropout}.items():
+    kind = "heads" if name == "AnyHeads" else "options"
+    NARROW.append(Mutant(name, forgiving, {}, contextlib.nullcontext, (f"check_impossible_{kind}_are_refused",)))
+
+
+@caught_by("features_are_what_is_declared")
+class WithoutSpeed(Sound):
+    without = frozenset({"speed"})
