@@ -131,13 +131,13 @@ def build(name: str, d_model: int, num_heads: int, **options: Any) -> Any:
         options: causal=False, dropout=0.0, bias=True, positions="none" and the variant's own; `describe(name)`
             lists them.
     Raises:
-        UnknownVariantError: no variant has the name.
+        UnknownVariantError: no variant has the name, or what has it makes no Attention.
         OptionError: an option is unknown, missing, of the wrong type or impossible.
     """
     factory = find(name)
     given = {"d_model": d_model, "num_heads": num_heads, **options}
     check(factory, given, label=name)
-    return factory(**given)
+    return _made(factory, given, name)
 
 
 def list_variants(pattern: str = "*", supports: Iterable[str] = ()) -> list[str]:
@@ -187,10 +187,18 @@ def supports(factory: Callable[..., Any]) -> frozenset[str]:
         for causal in (False, True):
             try:
                 with torch.random.fork_rng(devices=[]):  # to look at the zoo changes no experiment
-                    found |= factory(**{"d_model": 8, "num_heads": 2, "causal": causal, **example}).supports
+                    given = {"d_model": 8, "num_heads": 2, "causal": causal, **example}
+                    found |= _made(factory, given, _home(factory)).supports
             except OptionError:
                 continue  # a causal setting that it does without
     return frozenset(found)
+
+
+def _made(factory: Callable[..., Any], given: Mapping[str, Any], label: str) -> Any:
+    module = factory(**given)
+    if not hasattr(module, "supports"):
+        raise UnknownVariantError(f"'{label}' makes a {type(module).__name__}, not an attnzoo.Attention")
+    return module
 
 
 def _supports_or_warn(name: str) -> frozenset[str]:

@@ -8,10 +8,15 @@ torch.set_num_threads(1)  # small tensors: threads only wait for each other
 jaxtyping.install_import_hook(["attnzoo.kernels", "attnzoo.projections", "attnzoo.positions"], "beartype.beartype")
 
 
-@pytest.fixture(autouse=True)
-def annotations(request):
-    """Not where torch traces: a graph can't hold what executes them."""
-    traced = any(word in request.node.name for word in ("compile", "export"))
-    jaxtyping.config.update("jaxtyping_disable", traced)
+@pytest.fixture
+def without_annotations():
+    """For what torch traces: a graph can't hold what executes them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _traced(request):
+    if any(word in request.node.name for word in ("compile", "export")):
+        request.getfixturevalue("without_annotations")

@@ -28,3 +28,17 @@ def test_forward_and_backward_stay_under_an_eighth_of_one_dense_score_matrix(nam
     program = PROGRAM.format(name=name, options=options)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < HEADS * LENGTH * LENGTH * 4 / 8
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "facts"),
+    [
+        ("gqa", {"num_kv_heads": 2, "positions": "rotary"}, {"documents": "// 1000"}),
+        ("local", {"radius": 128}, {"documents": "// 1000", "marked": "< 30"}),
+    ],
+)
+def test_documents_and_marks_need_no_mask_of_all_pairs(name, options, facts):
+    given = "".join(f", {fact}=torch.arange({LENGTH})[None] {rule}" for fact, rule in facts.items())
+    program = PROGRAM.format(name=name, options=options).replace("attention(x).sum()", f"attention(x{given}).sum()")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < HEADS * LENGTH * LENGTH * 4 / 8

@@ -28,6 +28,7 @@ def test_each_check_is_needed():
     assert len(witnessed) <= 0.05 * len(MUTANTS)
 
 
+@pytest.mark.usefixtures("without_annotations")
 @pytest.mark.parametrize("variant", [TopKeys, Linear])
 def test_a_sound_variant_passes_whatever_it_looks_at_and_computes(variant):
     attnzoo.testing.check_variant(variant)

@@ -245,6 +245,24 @@ def test_a_broken_plugin_is_one_named_warning_and_harms_nothing_else(install, va
         attnzoo.build("bad", d_model=8, num_heads=2)
 
 
+def test_a_plugin_that_makes_no_module_is_named(install):
+    source = (
+        PLUGIN
+        + """
+
+def seven(
+    d_model: int, num_heads: int, *, causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: str = ""
+) -> int:
+    return 7
+"""
+    )
+    install("odd", {"odd": "plugin_odd:seven"}, plugin_odd=source)
+    with pytest.raises(UnknownVariantError, match="'odd' makes a int, not an attnzoo.Attention"):
+        attnzoo.build("odd", d_model=8, num_heads=2)
+    with pytest.warns(UserWarning, match=r"'odd' is left out: .*makes a int"):
+        assert "odd" not in attnzoo.list_variants(supports="causal")
+
+
 def test_two_plugins_with_one_name_are_told_apart_in_either_order(install):
     install("one", {"near": "plugin_one:Near"}, plugin_one=PLUGIN)
     install("two", {"near": "plugin_two:Near"}, plugin_two=PLUGIN)

@@ -28,8 +28,9 @@ class Part(NamedTuple):
 
     tiles: Tensor  # [i]
     blocks: Tensor  # [i, m]
-    query: Place  # [i, tile, 1]
-    key: Place  # [i, 1, m * block]
+    head: Tensor  # [i]
+    rows: Tensor  # [i], the first token of each tile
+    columns: Tensor  # [i, m], the first token of each block
     partial: tuple[Tensor, Tensor]  # which (i, m) the pattern lets see in part only
     seed: int
 
@@ -71,7 +72,10 @@ def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterato
     rows = _standing(queries)
     head = torch.arange(heads)[:, None, None]
     size = (heads, len(queries.first), len(columns.first))
-    touched = scope.pattern.touches(rows, columns, head).expand(size).flatten(0, 1)
+    touched = scope.pattern.touches(rows, columns, head)
+    if scope.documents is not None:
+        touched = touched & _may_share(scope.documents.cpu(), queries, columns)
+    touched = touched.expand(size).flatten(0, 1)
     covered = scope.pattern.covers(rows, columns, head)
     filled_up = (rows.last - rows.first + 1 < tile) | (columns.last - columns.first + 1 < block)
     partial = (filled_up | ~covered).expand(size).flatten(0, 1)
@@ -82,24 +86,34 @@ def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterato
             number = touched[tiles].nonzero()[:, 1].view(len(tiles), width)
             item, slot = partial[tiles].gather(1, number).nonzero().unbind(1)
             head = tiles // size[1]
-            query = queries.first[tiles % size[1]][:, None, None] + torch.arange(tile)[:, None]
-            key = (columns.first[number][:, :, None] + torch.arange(block)).flatten(1)[:, None]
+            first = queries.first[tiles % size[1]], columns.first[number]
             number = number + (head // (heads // groups) * size[2])[:, None]
-            move = (tiles, number, head[:, None, None], query, key, item, slot)
-            tiles, number, head, query, key, item, slot = (tensor.to(q.device) for tensor in move)
+            move = (tiles, number, head, *first, item, slot)
+            tiles, number, head, row, column, item, slot = (tensor.to(q.device) for tensor in move)
             seed = int(torch.randint(2**62, ())) if scope.dropout else 0
-            yield Part(tiles, number, Place(query, head), Place(key, head), (item, slot), seed)
+            yield Part(tiles, number, head, row, column, (item, slot), seed)
 
 
 def _spans(scope: Scope, start: int, size: int) -> Span:
     """The tokens from `start` on in runs of one size, on the CPU."""
     first = torch.arange(start, scope.key_length, size)
-    last = (first + size).clamp(max=scope.key_length) - 1
-    marked, salt = scope.marked, scope.query.salt
-    if marked is not None:
-        marks = marked.cpu().any(0)[start:]
-        marked = F.pad(marks, (0, -len(marks) % size)).unflatten(0, (-1, size)).any(1)
-    return Span(first, last, marked, None if salt is None else salt.cpu())
+    span = Span(first, (first + size).clamp(max=scope.key_length) - 1)
+    marked = None if scope.marked is None else _extremes(scope.marked.cpu().int(), span)[1].any(0)
+    salt = scope.query.salt
+    return dataclasses.replace(span, marked=marked, salt=None if salt is None else salt.cpu())
+
+
+def _may_share(documents: Tensor, queries: Span, keys: Span) -> Tensor:
+    """Whether runs of tokens may have a document in common, [n, m]: whether their ids overlap in any sequence."""
+    low, high = zip(*(_extremes(documents, span) for span in (queries, keys)), strict=True)
+    return ((low[0][:, :, None] <= high[1][:, None]) & (low[1][:, None] <= high[0][:, :, None])).any(0)
+
+
+def _extremes(values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    """The lowest and highest value of each run, [b, n]."""
+    longest = int((span.last - span.first).max()) + 1
+    index = (span.first[:, None] + torch.arange(longest)).minimum(span.last[:, None])
+    return values[:, index].aminmax(dim=-1)
 
 
 def _standing(span: Span) -> Span:
@@ -176,7 +190,7 @@ class _TokenOrder:
         self.tiles = cut.new_zeros(cut.shape[0], tiles, cut.shape[2], heads, features).permute(0, 3, 1, 2, 4)
 
     def put(self, part: Part, piece: Tensor) -> None:
-        self.tiles[:, part.query.head[:, 0, 0], part.tiles % self.tiles.shape[2]] = piece.to(self.tiles.dtype)
+        self.tiles[:, part.head, part.tiles % self.tiles.shape[2]] = piece.to(self.tiles.dtype)
 
     def heads(self, length: int) -> Tensor:
         """[b, h, t, f]"""
@@ -203,15 +217,15 @@ def _gather(cut: Three, part: Part) -> Three:
 def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     """Attention of a part's tiles over its blocks, as in `dense`."""
     q, k, v = pieces
-    last = scope.key_length - 1
-    inside = (
-        Place(part.query.index.clamp(max=last), part.query.head),
-        Place(part.key.index.clamp(max=last), part.key.head),
-    )
+    block = k.shape[2] // part.blocks.shape[1]
+    rows = _tokens(part.rows, q.shape[2])[:, :, None]  # [i tile 1]
+    columns = _tokens(part.columns, block)[:, None]  # [i 1 m block]
+    last, head = scope.key_length - 1, part.head[:, None, None]
+    inside = Place(rows.clamp(max=last), head), Place(columns.flatten(2).clamp(max=last), head)
     scores = q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)
     if scope.score is not None:
         scores = scope.score(scores, *inside)
-    weights = masked_softmax(scores, _visible(scope, part, inside))
+    weights = masked_softmax(scores, _visible(scope, part, rows, columns, inside))
     if scope.dropout:
         generator = torch.Generator(q.device).manual_seed(part.seed)  # backward must drop the same
         kept = torch.rand(weights.shape, generator=generator, device=q.device) >= scope.dropout
@@ -219,17 +233,20 @@ def _attend(pieces: Three, scope: Scope, part: Part) -> Tensor:
     return weights @ v
 
 
-def _visible(scope: Scope, part: Part, inside: tuple[Place, Place]) -> Tensor | None:
+def _tokens(first: Tensor, size: int) -> Tensor:
+    """The tokens of tiles or blocks, by the first of each."""
+    return first[..., None] + torch.arange(size, device=first.device)
+
+
+def _visible(scope: Scope, part: Part, rows: Tensor, columns: Tensor, inside: tuple[Place, Place]) -> Tensor | None:
     """What queries see in their blocks, None for everything; the pattern is asked only where it must be."""
     item, slot = part.partial
     if scope.pattern_alone and not len(item):
         return None
-    query, key, last = part.query.index, part.key.index, scope.key_length - 1
-    by_block = key.unflatten(2, (*part.blocks.shape[1:], -1))  # [i 1 m block]
-    batch = 1 if scope.marked is None else len(scope.marked)
-    seen = torch.ones(batch, *query.shape[:2], *by_block.shape[2:], dtype=torch.bool, device=query.device)
+    batch, last = 1 if scope.marked is None else len(scope.marked), scope.key_length - 1
+    seen = torch.ones(batch, *rows.shape[:2], *columns.shape[2:], dtype=torch.bool, device=rows.device)
     if len(item):
-        head, rows, columns = part.query.head[item], query[item], by_block[item, :, slot]
+        head, rows, columns = part.head[item][:, None, None], rows[item], columns[item, :, slot]
         real = (rows <= last) & (columns <= last)  # no token stands where tiles and blocks are filled up
         places = (scope.place(index.clamp(max=last), head) for index in (rows, columns))
         found = (scope.pattern.sees(*places) & real).expand(batch, -1, -1, -1)

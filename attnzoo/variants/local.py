@@ -8,7 +8,7 @@ from attnzoo.variants.sparse import Sparse
 
 
 @register(
-    "local", examples=({"radius": 5, "block": 3}, {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
+    "local", examples=({"radius": 4, "block": 3}, {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
 )
 def local(
     d_model: int, num_heads: int, *,

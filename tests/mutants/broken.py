@@ -1,147 +1,126 @@
-"""Broken variants, each with the checks that must catch it."""
+"""Broken variants, most of them in one situation only, so that one check alone notices."""
 
 import contextlib
-import random
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
 from attnzoo.cache import Cache
-from attnzoo.errors import NotSupportedError, OptionError
-from attnzoo.kernels.dense import dense, dense_weights
-from attnzoo.patterns import Causal, Full, Local, Random
+from attnzoo.errors import OptionError
+from attnzoo.kernels.dense import dense
+from attnzoo.patterns import Causal, Full, Random
 from tests.mutants.mutant import Mutant
-from tests.mutants.sound import Drawn, Redrawn, Sound
+from tests.mutants.sound import Drawn, Linear, Sound
 
 BROKEN: list[Mutant] = []
+Call = dict[str, Any]  # the arguments of a call by name
 
 
-def caught_by(*checks):
-    """Enters a broken variant with the checks that must catch it."""
+def caught_by(check: str) -> Callable[[type[Attention]], type[Attention]]:
+    """Enters a variant with a check that must catch it."""
 
-    def enter(broken):
-        named = tuple(f"check_{check}" for check in checks)
-        BROKEN.append(Mutant(broken.__name__, broken, {}, contextlib.nullcontext, named))
+    def enter(broken: type[Attention]) -> type[Attention]:
+        BROKEN.append(Mutant(broken.__name__, broken, {}, contextlib.nullcontext, (f"check_{check}",)))
         return broken
 
     return enter
 
 
-def forwarding(change):
-    """A forward that changes a call's arguments before it computes; `change(self, call)` works on the dict in place."""
+class Conditional(Sound):
+    """Wrong where `when(self, call)` says so: the output is off, or with `gradient` only the gradient is."""
 
-    def forward(
-        self, x, context=None, *, values=None, key_mask=None, mask=None, documents=None, marked=None, cache=None
-    ):
-        names = ("x", "context", "values", "key_mask", "mask", "documents", "marked", "cache")
-        call = dict(zip(names, (x, context, values, key_mask, mask, documents, marked, cache), strict=True))
-        change(self, call)
-        return Attention.forward(self, call.pop("x"), call.pop("context"), **call)
+    when: Callable[["Conditional", Call], bool]
+    gradient = False
 
-    return forward
+    def forward(self, x, context=None, *, cache=None, **given):
+        call = dict.fromkeys(("values", "key_mask", "mask", "documents"), None)
+        call |= {"x": x, "context": context, "cache": cache, "held": 0 if cache is None else cache.length, **given}
+        y = super().forward(x, context, cache=cache, **given)
+        if not type(self).when(self, call):
+            return y
+        return 2 * y - y.detach() if self.gradient else y + 0.01
 
 
-def broken_forward(name, *checks, base=Sound):
-    """Enters a variant whose calls are changed by the decorated function."""
+def wrong_when(check: str, *, gradient: bool = False) -> Callable[[Callable[[Conditional, Call], bool]], Any]:
+    """Enters a variant that is wrong where the decorated function says so."""
 
-    def enter(change):
-        broken = type(name, (base,), {"forward": forwarding(change), "__module__": __name__})
-        globals()[name] = caught_by(*checks)(broken)  # where pickle looks for it
-        return change
+    def enter(when: Callable[[Conditional, Call], bool]) -> Any:
+        name = "".join(word.title() for word in when.__name__.split("_"))
+        globals()[name] = caught_by(check)(
+            type(name, (Conditional,), {"when": when, "gradient": gradient, "__module__": __name__})
+        )
+        return when
 
     return enter
+
+
+def alone(call: Call, *given: str) -> bool:
+    """Whether a call has these arguments besides x, and no others."""
+    masks = ("context", "values", "key_mask", "mask", "documents", "cache")
+    return all((call[name] is not None) == (name in given) for name in masks)
 
 
 # Masks
 
 
-@broken_forward("MaskTurnedRound", "true_means_may_look")
-def _(self, call):
-    if call["mask"] is not None and call["mask"].dtype == torch.bool:
-        call["mask"] = ~call["mask"]
+@wrong_when("true_means_may_look")
+def masks_of_all_true(self, call):
+    return alone(call, "key_mask", "mask") and call["mask"].dim() == 2 and bool(call["mask"].all())
 
 
-@broken_forward("OnlyOneIsTrue", "whole_numbers_are_masks")
-def _(self, call):
-    for name in ("key_mask", "mask"):
-        if call[name] is not None and call[name].dtype != torch.bool:
-            call[name] = call[name] == 1 if not call[name].is_floating_point() else call[name]
-            call[name] = (
-                call[name] & (torch.arange(call[name].shape[-1]) > 1) if call[name].dtype == torch.bool else call[name]
-            )
+@wrong_when("masks_combine")
+def a_key_mask_and_a_mask_by_head(self, call):
+    return alone(call, "key_mask", "mask") and call["mask"].shape[1] == 6 and not (self.training or self.causal)
 
 
-@broken_forward("FloatMasksTaken", "float_masks_are_refused")
-def _(self, call):
-    if call["mask"] is not None and call["mask"].is_floating_point():
-        call["mask"] = call["mask"] != 0
+@wrong_when("masks_broadcast")
+def one_mask_by_head_for_all(self, call):
+    return alone(call, "mask") and call["mask"].shape[:2] == (1, self.num_heads) and len(call["x"]) == 3
 
 
-@broken_forward("AnyShapeTaken", "other_mask_shapes_are_refused")
-def _(self, call):
-    if call["mask"] is not None and call["mask"].dim() == 3:
-        call["mask"] = call["mask"][:, None]
+@wrong_when("sequences_are_alone")
+def a_batch_of_one_with_masks(self, call):
+    return alone(call, "key_mask", "mask") and call["x"].shape[:2] == (1, 11) and self.num_heads == 6
 
 
-@broken_forward("MeaningBySize", "equal_sizes_change_no_meaning")
-def _(self, call):
-    mask = call["mask"]
-    if mask is not None and mask.dim() == 2 and mask.shape[0] == call["x"].shape[0]:
-        call["key_mask"], call["mask"] = mask, None
+@wrong_when("equal_sizes_change_no_meaning")
+def as_many_tokens_as_heads(self, call):
+    return alone(call, "mask") and call["mask"].shape == (self.num_heads, self.num_heads) == call["x"].shape[:2]
 
 
-@broken_forward("OneMaskOnly", "masks_combine")
-def _(self, call):
-    if call["key_mask"] is not None:
-        call["mask"] = None
+@caught_by("float_masks_are_refused")
+class FloatKeyMaskTaken(Sound):
+    def forward(self, x, context=None, *, key_mask=None, **given):
+        if key_mask is not None and key_mask.is_floating_point():
+            key_mask = key_mask > 0
+        return super().forward(x, context, key_mask=key_mask, **given)
 
 
-@broken_forward("FirstMaskForAll", "masks_broadcast", "sequences_are_alone")
-def _(self, call):
-    if call["mask"] is not None and call["mask"].dim() == 4:
-        call["mask"] = call["mask"][:1]
+@caught_by("other_mask_shapes_are_refused")
+class OneColumnTaken(Sound):
+    def forward(self, x, context=None, *, key_mask=None, cache=None, **given):
+        if key_mask is not None and cache is context is None and key_mask.shape == (len(x), 1) != x.shape[:2]:
+            key_mask = key_mask.expand(-1, x.shape[1])
+        return super().forward(x, context, key_mask=key_mask, cache=cache, **given)
 
 
-@broken_forward("NoMaskUnderDropout", "masks_hold_under_dropout")
-def _(self, call):
-    if self.training and self.dropout:
-        call["mask"] = None
+@caught_by("gradients_go_where_queries_look")
+class GradientToAll(Sound):
+    def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
+        if key_mask is None or mask is None or mask.dim() == 2:
+            return y
+        return y + (x - x.detach()).mean((0, 1))
 
 
-@broken_forward("NoMaskWhenComputedAgain", "masks_hold_when_checkpointed")
-def _(self, call):
-    self.calls += 1
-    if self.training and self.calls % 2 == 0:
-        call["mask"] = None if call["mask"] is None else torch.ones_like(call["mask"])
+# Nothing to see
 
 
-@broken_forward("NoMaskUnderAutocast", "masks_hold_under_autocast")
-def _(self, call):
-    if torch.is_autocast_enabled("cpu"):
-        call["mask"] = None
-
-
-@caught_by("gradients_go_where_queries_look", "later_tokens_change_nothing", "later_tokens_get_no_gradient")
-class MeanAdded(Sound):
-    def forward(self, x, context=None, **given):
-        return super().forward(x, context, **given) + 1e-3 * x.nan_to_num().mean(1, keepdim=True)
-
-
-# Rows with nothing to see
-
-
-@caught_by("queries_that_see_nothing_get_zero")
-class MeanOfHidden(Sound):
-    def attend(self, q, k, v, scope):
-        k, v = (x.float().repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
-        scores = (q.float() @ k.mT * q.shape[-1] ** -0.5).masked_fill(~scope.visible(), -1e9)
-        return (scores.softmax(-1) @ v).to(q.dtype)
-
-
-@caught_by("queries_that_see_nothing_give_no_gradient", "queries_that_see_nothing_harm_no_other")
+@caught_by("queries_that_see_nothing_give_no_gradient")
 class RepairedNaN(Sound):
     def attend(self, q, k, v, scope):
         k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
@@ -149,46 +128,78 @@ class RepairedNaN(Sound):
         return (q @ k.mT * q.shape[-1] ** -0.5 + hidden).softmax(-1).nan_to_num() @ v
 
 
+@caught_by("queries_that_see_nothing_get_zero")
+class NotQuiteZeroInHalf(Sound):
+    def forward(self, x, context=None, *, mask=None, **given):
+        y = super().forward(x, context, mask=mask, **given)
+        if mask is None or mask.dim() == 4 or x.dtype != torch.bfloat16:
+            return y
+        return y + 0.01 * (~mask.any(1)).to(y.dtype)[:, None]
+
+
+@caught_by("queries_that_see_nothing_give_no_gradient")
+class GradientOfNothing(Sound):
+    def attend(self, q, k, v, scope):
+        empty = ~scope.visible().any(-1, keepdim=True)
+        return dense(q, k, v, scope) + empty * (q - q.detach()) * (q.dtype == torch.bfloat16)
+
+
+@wrong_when("queries_that_see_nothing_harm_no_other", gradient=True)
+def a_sequence_hidden_whole_in_training(self, call):
+    return alone(call, "key_mask") and self.training and not self.dropout and not call["key_mask"].any(1).all()
+
+
 # Padding
 
 
-@broken_forward(
-    "PaddingIsRead",
-    "padding_cannot_be_felt",
-    "padding_gets_no_gradient",
-    "padding_in_half_precision_cannot_be_felt",
-    "padding_of_context_cannot_be_felt",
-)
-def _(self, call):
-    if call["key_mask"] is not None and call["mask"] is None and call["cache"] is None:
-        call["mask"], call["key_mask"] = call["key_mask"][:, None, None] != 0, None
+@wrong_when("padding_cannot_be_felt")
+def padding_of_nan(self, call):
+    return alone(call, "key_mask") and call["x"].dtype == torch.float64 and bool(call["x"].isnan().any())
 
 
-@caught_by("padding_on_the_right_changes_nothing", "padding_of_context_changes_nothing")
-class ScaledByLength(Sound):
-    def attend(self, q, k, v, scope):
-        return dense(q, k, v, scope) * scope.key_length
+@wrong_when("padding_in_half_precision_cannot_be_felt")
+def padding_of_nan_in_half_precision(self, call):
+    return call["x"].dtype.itemsize == 2 and bool(call["x"].isnan().any())
 
 
-@broken_forward("KnowsPlaces", "padding_on_the_left_changes_nothing")
-def _(self, call):
-    call["x"] = call["x"] + torch.arange(call["x"].shape[1])[:, None].to(call["x"].dtype) / 10
+@wrong_when("padding_of_context_cannot_be_felt")
+def padding_of_nan_in_a_context(self, call):
+    return call["context"] is not None and bool(call["context"].isnan().any())
+
+
+@caught_by("padding_gets_no_gradient")
+class GradientToGarbage(Sound):
+    def forward(self, x, context=None, *, key_mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, **given)
+        if key_mask is None or context is not None or not bool((x.detach().abs() == 1e30).any()):
+            return y
+        return y + (x - x.detach()).nan_to_num().mean(1, keepdim=True)
+
+
+@wrong_when("padding_on_the_right_changes_nothing")
+def much_padding_on_the_right(self, call):
+    return alone(call, "key_mask") and not call["key_mask"][:, -8:].any()
+
+
+@wrong_when("padding_on_the_left_changes_nothing")
+def much_padding_on_the_left(self, call):
+    return alone(call, "key_mask") and call["x"].shape[1] > 16 and not call["key_mask"][:, :8].any()
+
+
+@wrong_when("padding_of_context_changes_nothing")
+def much_padding_of_a_context(self, call):
+    return alone(call, "key_mask", "context") and not call["key_mask"][:, -8:].any()
+
+
+@caught_by("queries_stand_at_the_end")
+class ShownTopLeft(Sound):
+    def visible(self, query_length, key_length=None, *, marked=None):
+        if not self.causal or key_length is None or key_length <= query_length:
+            return super().visible(query_length, key_length, marked=marked)
+        return super().visible(key_length, marked=marked)[..., :query_length, :]
 
 
 # Numbers
-
-
-@caught_by("queries_stand_at_the_end", "cached_equals_full")
-class TopLeft(Sound):
-    def attend(self, q, k, v, scope):
-        if not self.causal:
-            return dense(q, k, v, scope)
-        k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def visible(self, query_length, key_length=None):
-        shape = (1, query_length, query_length if key_length is None else key_length)
-        return torch.ones(shape, dtype=torch.bool).tril() if self.causal else super().visible(query_length, key_length)
 
 
 @caught_by("output_is_what_the_pattern_says")
@@ -197,72 +208,11 @@ class NoScale(Sound):
         return dense(q * q.shape[-1] ** 0.5, k, v, scope)
 
 
-@caught_by("output_is_what_the_pattern_says", "any_length")
-class WindowTooNarrow(Sound):
-    def sees(self):
-        return Local(3)
-
-    def attend(self, q, k, v, scope):
-        near = (scope.query.index - scope.key.index).abs() < 3
-        return dense(
-            q,
-            k,
-            v,
-            mock.Mock(
-                visible=lambda: scope.visible() & near,
-                score=scope.score,
-                query=scope.query,
-                key=scope.key,
-                dropout=scope.dropout,
-            ),
-        )
-
-
-@caught_by("gradients_are_those_of_the_pattern", "gradients_at_any_length")
-class KeysDetached(Sound):
-    def attend(self, q, k, v, scope):
-        return dense(q, k.detach(), v, scope)
-
-
-@caught_by("positions_are_right_with_masks")
-class RotaryCountsPadding(Sound):
-    def forward(self, x, context=None, **given):
-        def count(length, key_mask, documents, device):
-            return torch.arange(length, device=device)[None]
-
-        with mock.patch("attnzoo.attention.count_visible", count):
-            return super().forward(x, context, **given)
-
-
-@broken_forward("ValuesIgnored", "cross_attention")
-def _(self, call):
-    call["values"] = None
-
-
-@broken_forward("DocumentsIgnored", "documents_are_alone")
-def _(self, call):
-    call["documents"] = None
-
-
-@caught_by("weights_are_those_of_the_pattern")
-class WeightsOfOtherHeads(Sound):
-    def weights(self, x, context=None, *, heads=None, queries=None, **given):
-        return super().weights(x, context, heads=sorted(heads) if heads else heads, queries=queries, **given)
-
-
 @caught_by("fewer_key_value_heads")
 class TiledGroups(Sound):
     def attend(self, q, k, v, scope):
         group = self.num_heads // self.num_kv_heads
         return dense(q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), scope)
-
-
-@caught_by("lower_precision")
-class ScoresInHalf(Sound):
-    def attend(self, q, k, v, scope):
-        if q.dtype == torch.float32:
-            q, k = q.bfloat16().float(), k.bfloat16().float()
-        return dense(q, k, v, scope)
 
 
 @caught_by("gradients_in_lower_precision")
@@ -273,88 +223,64 @@ class BackwardInHalf(Sound):
         return dense(q, k, v, scope)
 
 
-@caught_by("softmax_is_wide", "large_scores_stay_finite")
-class HalfSoftmax(Sound):
-    def attend(self, q, k, v, scope):
-        k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
-        scores = q @ k.mT * q.shape[-1] ** -0.5
-        if scope.score is not None:
-            scores = scope.score(scores, scope.query, scope.key)
-        hidden = ~scope.visible()
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
-        powers = (scores - scores.amax(-1, keepdim=True)).exp()
-        return (powers / powers.sum(-1, keepdim=True)).masked_fill(hidden, 0) @ v
+@wrong_when("output_is_what_the_pattern_says")
+def rotary_in_training(self, call):
+    return alone(call) and self.training and self.positions == "rotary"
+
+
+@wrong_when("gradients_are_those_of_the_pattern", gradient=True)
+def alibi_in_training(self, call):
+    return alone(call) and self.training and self.positions == "alibi"
+
+
+@wrong_when("documents_are_alone")
+def documents_in_one_piece_each(self, call):
+    ids = call["documents"]
+    return alone(call, "documents") and bool((ids.diff(dim=1) != 0).sum() == 2 * len(ids))
+
+
+@wrong_when("lower_precision")
+def long_sequences_in_single_precision(self, call):
+    return call["x"].dtype == torch.float32 and call["x"].shape[1] == 70
+
+
+@caught_by("later_tokens_change_nothing")
+class FaintLeak(Sound):
+    def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
+        leaks = self.causal and key_mask is None and mask is None and x.dtype == torch.float64
+        return y + 1e-12 * x.detach().mean(1, keepdim=True) if leaks and x.shape[1] else y
+
+
+@caught_by("later_tokens_get_no_gradient")
+class FaintGradient(Sound):
+    def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
+        y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
+        leaks = self.causal and key_mask is None and mask is None and x.dtype == torch.float64
+        return y + 1e-12 * (x - x.detach()).mean(1, keepdim=True) if leaks and x.shape[1] else y
 
 
 # Decoding
 
 
-@broken_forward("KeyMaskForgottenInCache", "cached_with_masks", "padded_prompts_decode_as_alone")
-def _(self, call):
-    if call["cache"] is not None and call["cache"].length:
-        call["key_mask"] = None
-        call["cache"]._hides = False
+@wrong_when("cached_equals_full")
+def a_cache_in_inference_mode(self, call):
+    return call["cache"] is not None and torch.is_inference_mode_enabled()
 
 
-@broken_forward("FirstMaskStays", "cached_masks_may_change")
-def _(self, call):
-    cache, key_mask = call["cache"], call["key_mask"]
-    if cache is not None and cache.length and key_mask is not None:
-        key_mask = key_mask.clone()
-        key_mask[:, : cache.length] = True
-        call["key_mask"] = key_mask
+@wrong_when("padded_prompts_decode_as_alone")
+def a_left_padded_prompt(self, call):
+    return call["cache"] is not None and call["key_mask"] is not None and bool(
+        (call["key_mask"].sum(1) + torch.tensor([0, 3, 5]) == call["key_mask"].shape[1]).all()
+    )  # fmt: skip
 
 
-@broken_forward("HiddenComesBack", "hidden_tokens_stay_hidden")
-def _(self, call):
-    if call["cache"] is not None:
-        call["cache"]._hides = False
-
-
-class Careless(Cache):
-    """A cache that keeps what a refused call wrote."""
-
-    def check(self, batch, queries):
-        length, self.length = self.length, min(self.length + queries, self.max_length)
-        try:
-            super().check(batch, 0)
-        finally:
-            self.length = length if length + queries <= self.max_length else self.length
-        super().check(batch, queries)
-
-
-class NoWayBack(Cache):
-    def crop(self, length):
-        super().crop(self.length)
-
-
-class KeysOnly(Cache):
-    def reorder(self, index):
-        values = self._entries["values"].clone()
-        super().reorder(index)
-        self._entries["values"] = values
-
-
-class Remembering(Cache):
-    """Keeps the graph of earlier calls."""
-
-    def extended(self, new):
-        joined = super().extended(new)
-        if not torch.is_grad_enabled():
-            return joined
-        before = getattr(self, "live", {name: tensor[:, :, :0] for name, tensor in new.items()})
-        self.live = {name: torch.cat([before[name], tensor], 2) for name, tensor in new.items()}
-        fits = all(tensor.shape == joined[name].shape for name, tensor in self.live.items())
-        return self.live if fits else joined
-
-
-class Viewing(Cache):
-    """Hands out views of what later calls write to."""
-
-    def _extended(self, stored, tensor):
-        stop = self.length + tensor.shape[2]
-        stored[:, :, self.length : stop] = tensor.detach()
-        return stored[:, :, :stop]
+@caught_by("cached_masks_may_change")
+class FirstMaskStays(Sound):
+    def forward(self, x, context=None, *, key_mask=None, cache=None, **given):
+        if cache is not None and cache.length and key_mask is not None:
+            key_mask = torch.cat([torch.ones_like(key_mask[:, : cache.length]), key_mask[:, cache.length :]], dim=1)
+        return super().forward(x, context, key_mask=key_mask, cache=cache, **given)
 
 
 class NarrowCache(Cache):
@@ -362,96 +288,80 @@ class NarrowCache(Cache):
         super().__init__(entries, batch_size, max_length, torch.float16 if dtype.itemsize == 4 else dtype, device)
 
 
-for kind, check in (
-    (Careless, "refused_calls_change_no_cache"),
-    (NoWayBack, "crop_and_reset"),
-    (KeysOnly, "reorder"),
-    (Remembering, "cached_keys_are_detached"),
-    (Viewing, "queries_train_over_frozen_keys"),
-    (NarrowCache, "cached_in_any_dtype"),
-):
-
-    def new_cache(self, batch_size, max_length, rewind=0, kind=kind):
-        with mock.patch("attnzoo.attention.Cache", kind):
-            return Attention.new_cache(self, batch_size, max_length, rewind)
-
-    caught_by(check)(type(f"With{kind.__name__}", (Sound,), {"new_cache": new_cache, "__module__": __name__}))
-
-
-@broken_forward("EmptyIsNone", "empty_cache_is_used")
-def _(self, call):
-    if call["cache"] is not None and call["cache"].length == 0:
-        call["cache"] = None
-
-
-@caught_by("caches_do_not_mix")
-class OneCache(Sound):
+@caught_by("cached_in_any_dtype")
+class HalfInTheCache(Sound):
     def new_cache(self, batch_size, max_length, rewind=0):
-        if not hasattr(self, "cache"):
-            self.cache = super().new_cache(batch_size, max_length, rewind)
-        return self.cache
+        with mock.patch("attnzoo.attention.Cache", NarrowCache):
+            return super().new_cache(batch_size, max_length, rewind)
 
 
-@caught_by("cache_is_refused_where_it_means_nothing")
-class CacheForAll(Sound):
-    def _supported(self):
-        return super()._supported() | {"cache"}
+class Joined(Cache):
+    def joined_mask(self, key_mask, queries):
+        return key_mask if key_mask is not None and key_mask.all() else super().joined_mask(key_mask, queries)
 
 
-# Random patterns and dropout
+class ViewedWhereFrozen(Cache):
+    def _extended(self, stored, tensor):
+        if tensor.requires_grad:
+            return super()._extended(stored, tensor)
+        stored[:, :, self.length : self.length + tensor.shape[2]] = tensor
+        return stored[:, :, : self.length + tensor.shape[2]]
+
+
+class OfThis(Sound):
+    """A variant with another kind of cache."""
+
+    kind = Cache
+
+    def new_cache(self, batch_size, max_length, rewind=0):
+        cache = super().new_cache(batch_size, max_length, rewind)
+        cache.__class__ = self.kind
+        return cache
+
+
+@caught_by("hidden_tokens_stay_hidden")
+class AllTrueShowsAll(OfThis):
+    kind = Joined
+
+
+@caught_by("queries_train_over_frozen_keys")
+class FrozenKeysAreViews(OfThis):
+    kind = ViewedWhereFrozen
+
+
+@wrong_when("caches_do_not_mix")
+def another_cache_than_last_time(self, call):
+    if call["cache"] is None:
+        return False
+    last, self.last = getattr(self, "last", None), id(call["cache"])
+    return call["held"] > 0 and last != self.last
+
+
+# Chance
 
 
 @caught_by("patterns_are_fixed")
-class NewPatternEachCall(Drawn):
+class OtherKeysBeyond32(Drawn):
+    long = False
+
     def current_pattern(self):
-        self.calls += 1
-        return Random(2, seed=self.calls) & self.pattern if self.causal else Random(2, seed=self.calls)
+        other = Random(2, seed=1) & Causal() if self.causal else Random(2, seed=1)
+        return other if self.long else self.pattern
 
+    def visible(self, query_length, key_length=None, *, marked=None):
+        self.long = (key_length or query_length) > 32
+        return super().visible(query_length, key_length, marked=marked)
 
-@caught_by("random_state_is_left_alone")
-class TorchDraws(Drawn):
-    def attend(self, q, k, v, scope):
-        torch.rand(())
-        return dense(q, k, v, scope)
-
-
-@caught_by("redrawn_patterns")
-class DrawnElsewhere(Redrawn):
-    def current_pattern(self):
-        return Random(2, seed=random.randrange(2**32)) & self.pattern if self.redraws else self.pattern
+    def forward(self, x, context=None, *, cache=None, **given):
+        length = x.shape[1] if context is None else context.shape[1]
+        self.long = length + (0 if cache is None else cache.length) > 32
+        return super().forward(x, context, cache=cache, **given)
 
 
 @caught_by("training_changes_no_pattern")
 class DenseInTraining(Drawn):
     def current_pattern(self):
         return (Causal() if self.causal else Full()) if self.training else self.pattern
-
-
-@caught_by("dropout_is_for_training")
-class DropoutInEval(Sound):
-    def attend(self, q, k, v, scope):
-        weights = F.dropout(dense_weights(q, k, scope, scope.visible()), self.dropout)
-        return (weights @ v.to(weights.dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)).to(v.dtype)
-
-
-@caught_by("dropout_is_for_training")
-class NoDropout(Sound):
-    def attend(self, q, k, v, scope):
-        weights = dense_weights(q, k, scope, scope.visible())
-        return (weights @ v.to(weights.dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)).to(v.dtype)
-
-
-@caught_by("dropout_keeps_the_mean")
-class DroppedWithoutScale(Sound):
-    def attend(self, q, k, v, scope):
-        return dense(q, k, v, scope) * (1 - scope.dropout)
-
-
-@caught_by("dropout_is_the_same_in_backward")
-class OtherDropsInBackward(Sound):
-    def attend(self, q, k, v, scope):
-        first, second = dense(q, k, v, scope), dense(q, k, v, scope)
-        return second + (first - second).detach()
 
 
 # Sizes and dtypes
@@ -471,144 +381,196 @@ class NeedsABatch(Sound):
         return dense(q, k, v, scope)
 
 
-@caught_by("one_of_everything")
-class Squeezed(Sound):
-    def forward(self, x, context=None, **given):
-        return super().forward(x, context, **given).squeeze(0)
+@wrong_when("any_length")
+def seventeen_tokens(self, call):
+    return call["x"].shape[1] == 17
 
 
-@caught_by("inputs_in_any_layout")
-class NeedsOnePiece(Sound):
-    def forward(self, x, context=None, **given):
-        return super().forward(x.view(-1).view(x.shape), context, **given)
+@wrong_when("gradients_at_any_length", gradient=True)
+def five_tokens_in_two_sequences(self, call):
+    return call["x"].shape[:2] == (2, 5)
+
+
+@wrong_when("one_of_everything")
+def two_heads(self, call):
+    return self.num_heads == 2
+
+
+@wrong_when("inputs_in_any_layout")
+def one_sequence_expanded(self, call):
+    return call["x"].stride(0) == 0 and len(call["x"]) == 3
+
+
+@caught_by("softmax_is_wide")
+class LargeScoresRounded(Sound):
+    def attend(self, q, k, v, scope):
+        largest = float(q.detach().abs().amax() * k.detach().abs().amax()) if q.dtype.itemsize == 2 else 0.0
+        return dense(q * 1.1 if 40 < largest < 1e6 else q, k, v, scope)
+
+
+@caught_by("large_scores_stay_finite")
+class LargeScoresOverflow(Sound):
+    def attend(self, q, k, v, scope):
+        if q.dtype != torch.float16 or self.causal or not q.numel():
+            return dense(q, k, v, scope)
+        largest = q.detach().float().abs().amax() * k.detach().float().abs().amax()
+        return dense(q, k, v, scope) + largest.half() * 0
 
 
 @caught_by("dtype_is_kept")
-class FloatOut(Sound):
+class FloatUnderHalfAutocast(Sound):
     def forward(self, x, context=None, **given):
-        return super().forward(x, context, **given).float()
+        y = super().forward(x, context, **given)
+        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+        return y.float() if half else y
 
 
 # What sticks, and what does not travel
 
 
-@broken_forward("DenseAfterAShortBatch", "calls_change_no_later_call", base=Drawn)
-def _(self, call):
-    if call["x"].shape[1] <= 2:
-        self.pattern = Causal() if self.causal else Full()
+@wrong_when("calls_change_no_later_call")
+def after_a_long_padded_call(self, call):
+    before = getattr(self, "seen", False)
+    self.seen = before or (alone(call, "key_mask") and call["x"].shape[1] == 33)
+    return before
 
 
-@broken_forward("KeepsItsInput", "no_tensor_is_kept")
-def _(self, call):
-    self.last = call["x"]
+@caught_by("no_tensor_is_kept")
+class KeepsItsInput(Sound):
+    def forward(self, x, context=None, **given):
+        self.last = x
+        return super().forward(x, context, **given)
+
+
+@caught_by("copies_and_pickles")
+class HoldsAFunction(Sound):
+    def forward(self, x, context=None, **given):
+        self.function = lambda: None
+        return super().forward(x, context, **given)
 
 
 TABLES: dict[int, Tensor] = {}
 
 
 @caught_by("inference_mode_does_not_stick")
-class TableByLength(Sound):
-    """A learned-looking table that is made once for each length, wherever and however that is."""
+class TableOfInference(Sound):
+    """A table by length that is made once, wherever and however that is."""
 
     def attend(self, q, k, v, scope):
-        table = TABLES.setdefault(q.shape[2], torch.ones(q.shape[2], 1, device=q.device, dtype=q.dtype))
-        return dense(q * table, k, v, scope)
+        if q.shape[2] != 34:
+            return dense(q, k, v, scope)
+        return dense(q * TABLES.setdefault(34, torch.ones(34, 1, dtype=q.dtype)), k, v, scope)
 
 
 @caught_by("moving_does_not_stick")
-class TableOfTheLastDevice(Sound):
+class TableOfTheMetaDevice(Sound):
     def attend(self, q, k, v, scope):
-        if q.shape[2] not in TABLES or q.is_meta:
-            TABLES[q.shape[2]] = torch.ones(q.shape[2], 1, device=q.device, dtype=q.dtype)
-        return dense(q * TABLES[q.shape[2]], k, v, scope)
+        if q.is_meta:
+            self.table = torch.ones(q.shape[2], 1, device=q.device)
+        return dense(q * getattr(self, "table", 1), k, v, scope)
 
 
-@broken_forward("ChangesItsInput", "inputs_are_not_modified")
-def _(self, call):
-    if call["mask"] is not None and call["mask"].dtype == torch.bool:
-        call["mask"].logical_or_(torch.ones_like(call["mask"]))
+@caught_by("inputs_are_not_modified")
+class ScalesInPlace(Sound):
+    def forward(self, x, context=None, **given):
+        y = super().forward(x, context, **given)
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            x += 1
+        return y
 
 
 @caught_by("state_dict_round_trip")
-class BufferByLength(Sound):
+class CopiesItsBias(Sound):
     def forward(self, x, context=None, **given):
-        self.register_buffer("seen", torch.ones(x.shape[1]))
-        return super().forward(x, context, **given)
-
-
-@caught_by("other_layout_loads")
-class OneLayout(Sound):
-    def prepare(self):
-        self._load_state_dict_pre_hooks.clear()
-
-
-@broken_forward("HoldsAFunction", "copies_and_pickles")
-def _(self, call):
-    self.function = lambda: None
+        if x.shape[1] == 2 and not hasattr(self, "bias"):
+            first = self.out_proj.bias.detach().clone()
+            self.bias = lambda: first
+        y = super().forward(x, context, **given)
+        return y if not hasattr(self, "bias") else y - self.out_proj.bias.detach() + self.bias()
 
 
 @caught_by("converts")
-class FloatTable(Sound):
+class MasksBecomeFloats(Sound):
     def prepare(self):
-        self.register_buffer("lowest", torch.full((), -1e9))
+        self.register_buffer("some", torch.ones(3, dtype=torch.bool), persistent=False)
 
-    def forward(self, x, context=None, **given):
-        return super().forward(x, context, **given) + self.lowest.isinf() + 0 * self.lowest
+    def _apply(self, convert, recurse=True):
+        super()._apply(convert, recurse)
+        if self.out_proj.weight.dtype.itemsize == 2:
+            self.some = self.some.to(self.out_proj.weight.dtype)
+        return self
 
 
 @caught_by("gradient_checkpointing")
-class PrivateDropout(Sound):
+class OtherWhenComputedAgain(Sound):
     def attend(self, q, k, v, scope):
-        self.calls += 1
-        weights = dense_weights(q, k, scope, scope.visible())
-        generator = torch.Generator().manual_seed(self.calls)
-        kept = torch.rand(weights.shape, generator=generator) >= scope.dropout
-        v = v.to(weights.dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
-        return (weights * kept / (1 - scope.dropout) @ v).to(q.dtype)
+        again = torch._C._current_graph_task_id() != -1 and scope.dropout  # inside backward
+        return dense(q, k, v * 1.01 if again else v, scope)
 
 
 @caught_by("every_parameter_learns")
-class Unused(Sound):
+class UnusedInTraining(Linear):
     def prepare(self):
-        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.gain = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x, context=None, **given):
+        y = super().forward(x, context, **given)
+        bare = all(value is None for value in given.values())
+        return y if self.training and self.dropout and bare else y + 0 * self.gain.to(y.dtype)
+
+
+@caught_by("compiles")
+class BreaksTheGraph(Sound):
+    def attend(self, q, k, v, scope):
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            torch._dynamo.graph_break()
+        return dense(q, k, v, scope)
+
+
+@caught_by("exports")
+class OneLengthInAnExportedGraph(Sound):
+    def attend(self, q, k, v, scope):
+        length = int(q.shape[2]) if torch.compiler.is_exporting() else 11
+        return dense(q, k, v, scope) * (1 if length == 11 else 0)
 
 
 # Options and declarations
 
 
-@caught_by("impossible_heads_are_refused", "impossible_options_are_refused")
-def forgiving(
-    d_model: int,
-    num_heads: int,
-    *,
-    causal: bool = False,
-    dropout: float = 0.0,
-    bias: bool = True,
-    positions: PositionKind = "none",
-) -> Sound:
-    """Makes something of any head count and any option."""
-    try:
-        return Sound(d_model, num_heads, causal=causal, dropout=dropout, bias=bias, positions=positions)
-    except OptionError:
-        return Sound(d_model, 1, causal=causal)
+def with_options(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Sound]:
+    """A function that makes something of impossible options."""
+
+    def build(
+        d_model: int, num_heads: int, *,
+        num_kv_heads: int | None = None,
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> Sound:  # fmt: skip
+        options = {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "causal": causal}
+        options |= {"dropout": dropout, "bias": bias, "positions": positions}
+        try:
+            return Sound(**options)
+        except OptionError:
+            return Sound(**change(options))
+
+    return build
+
+
+any_heads = with_options(lambda options: {**options, "num_heads": 1, "num_kv_heads": None})
+any_dropout = with_options(lambda options: {**options, "dropout": 0.0})
+for name, forgiving in {"AnyHeads": any_heads, "AnyDropout": any_dropout}.items():
+    kind = "heads" if name == "AnyHeads" else "options"
+    BROKEN.append(Mutant(name, forgiving, {}, contextlib.nullcontext, (f"check_impossible_{kind}_are_refused",)))
 
 
 @caught_by("causal_is_what_was_asked_for")
 class NeverCausal(Sound):
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        *,
-        causal: bool = False,
-        dropout: float = 0.0,
-        bias: bool = True,
-        positions: PositionKind = "none",
-    ) -> None:
+        self, d_model: int, num_heads: int, *,
+        causal: bool = False, dropout: float = 0.0, bias: bool = True, positions: PositionKind = "none",
+    ) -> None:  # fmt: skip
         super().__init__(d_model, num_heads, dropout=dropout, bias=bias, positions=positions)
 
 
-@broken_forward("PromisesDocuments", "features_are_what_is_declared")
-def _(self, call):
-    if call["documents"] is not None:
-        raise NotSupportedError("no documents")
+@caught_by("features_are_what_is_declared")
+class WithoutSpeed(Sound):
+    without = frozenset({"speed"})

@@ -9,10 +9,14 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from attnzoo.kernels.fused import fused
 from tests.mutants.mutant import Mutant
 from tests.mutants.sound import Marking
 
-LOCAL = ("local", {"radius": 5, "block": 3})
+LOCAL = ("local", {"radius": 4, "block": 3})
+NARROW = ("local", {"radius": 1, "block": 2})
 GLOBAL = ("local", {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
 BIGBIRD = ("bigbird", {"block": 2, "random_blocks": 1})
 RANDOM = ("random_sparse", {"keys": 4, "block": 2})
@@ -64,6 +68,12 @@ def pictures() -> None:
     assert not runner.summarize(verbose=False).failed
 
 
+def half_gradients() -> None:
+    """Gradients in half precision, at a length where sums in half precision show."""
+    tests = importlib.import_module("tests.test_kernels")
+    tests.test_gradients_in_half_precision_are_as_good_as_a_plain_implementations(fused, torch.bfloat16)
+
+
 def asserting(module: str, test: str) -> Callable[[], None]:
     """A test of another file."""
     return lambda: getattr(importlib.import_module(module), test)()
@@ -84,102 +94,463 @@ def _change(
 
 CHANGES = [
     # Which pairs
-    _change("window one too narrow, kernel and pattern alike", LOCAL,
-            "patterns:Local.sees", "(query.index - key.index).abs() <=", "(query.index - key.index).abs() <",
-            "patterns:Local.touches", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <",
-            "patterns:Local.covers", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <",
-            witness=pictures),
-    _change("heads draw alike, kernel and pattern alike", BIGBIRD,
-            "patterns:Random.sees", "stretch, query.head)", "stretch, 0 * query.head)", witness=asserting("tests.test_patterns", "test_draws_are_distinct_spread_out_and_their_own_for_each_head_seed_and_row")),
-    _change("window too narrow in the block table", LOCAL,
-            "patterns:Local.touches", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <"),
-    _change("window too wide in whole blocks", LOCAL,
-            "patterns:Local.covers", "keys.last // self.block - queries.first", "keys.first // self.block - queries.first"),
-    _change("causal blocks leak", LOCAL, "patterns:Causal.covers", "keys.last <= queries.first", "keys.first <= queries.first"),
-    _change("causal blocks cut the diagonal", LOCAL, "patterns:Causal.touches", "keys.first <=", "keys.last <="),
-    _change("whole blocks count as global", GLOBAL, "patterns:Global.covers", "queries.last <", "queries.first <"),
-    _change("marks only of the first sequence", LOCAL, "kernels.blocks:_spans", "marked.cpu().any(0)", "marked.cpu()[0]"),
-    _change("marked queries see nothing more", LOCAL, "patterns:Marked.sees", "query.marked | key.marked if", "key.marked if", witness=pictures),
-    _change("drawn blocks missed", RANDOM, "patterns:Random.touches", "for query in rows for key", "for query in rows[:0] for key"),
-    _change("union where both must hold", LOCAL, "patterns:Pair.touches", "self.join(", "torch.logical_and("),
-    _change("top-left causality", GQA, "kernels.fused:fused", "queries == k.shape[2] and", "queries > 0 and"),
-    _change("queries stand at the start", CACHED, "scope:places", "torch.arange(key_length - query_length, key_length,", "torch.arange(query_length,"),
-    _change("two queries count as the last", CACHED, "kernels.fused:fused", "queries <= 1", "queries <= 2"),
-    _change("marks of the first keys for the last queries", MARKING, "scope:places", "marked[:, None, key_length - query_length :, None]", "marked[:, None, :query_length, None]"),
+    _change(
+        "window one too narrow, kernel and pattern alike", LOCAL,
+        "patterns:Local.sees", "(query.index - key.index).abs() <=", "(query.index - key.index).abs() <",
+        "patterns:Local.touches", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <",
+        "patterns:Local.covers", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <",
+        witness=pictures,
+    ),
+    _change(
+        "heads draw alike, kernel and pattern alike", BIGBIRD,
+        "patterns:Random.sees", "stretch, query.head)", "stretch, 0 * query.head)",
+        witness=asserting(
+            "tests.test_patterns", "test_draws_are_distinct_spread_out_and_their_own_for_each_head_seed_and_row"
+        ),
+    ),
+    _change(
+        "window too narrow in the block table", LOCAL,
+        "patterns:Local.touches", "(before <= self.radius) & (after <=", "(before < self.radius) & (after <",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "window too wide in whole blocks", LOCAL,
+        "patterns:Local.covers", "keys.last // self.block - queries.first", "keys.first // self.block - queries.first",
+        caught=("gradients_are_those_of_the_pattern",),
+    ),
+    _change(
+        "causal blocks leak", LOCAL,
+        "patterns:Causal.covers", "keys.last <= queries.first", "keys.first <= queries.first",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "causal blocks cut the diagonal", LOCAL,
+        "patterns:Causal.touches", "keys.first <=", "keys.last <=",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "whole blocks count as global", GLOBAL,
+        "patterns:Global.covers", "queries.last <", "queries.first <",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "marks only of the first sequence", NARROW,
+        "kernels.blocks:_spans", "[1].any(0)", "[1][0].bool()",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "marked queries see nothing more", LOCAL,
+        "patterns:Marked.sees", "query.marked | key.marked if", "key.marked if",
+        witness=pictures,
+    ),
+    _change(
+        "drawn blocks missed", RANDOM,
+        "patterns:Random.touches", "for query in rows for key", "for query in rows[:0] for key",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "union where both must hold", LOCAL,
+        "patterns:Pair.touches", "self.join(", "torch.logical_and(",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "top-left causality", GQA,
+        "kernels.fused:fused", "queries == k.shape[2] and", "queries > 0 and",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "queries stand at the start", CACHED,
+        "scope:places", "torch.arange(key_length - query_length, key_length,", "torch.arange(query_length,",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "two queries count as the last", CACHED,
+        "kernels.fused:fused", "queries <= 1", "queries <= 2",
+        caught=("any_length",),
+    ),
+    _change(
+        "marks of the first keys for the last queries", MARKING,
+        "scope:places", "marked[:, None, key_length - query_length :, None]", "marked[:, None, :query_length, None]",
+        caught=("cached_with_masks",),
+    ),
     # Masks
-    _change("mask turned round", VANILLA, "scope:Scope._less", "seen & mask", "seen & ~mask"),
-    _change("mask forgotten", VANILLA, "scope:Scope._less", "seen & mask", "seen"),
-    _change("mask forgotten in blocks", LOCAL, "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = None"),
-    _change("first mask for all sequences", LOCAL, "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = mask[:1, head, row, column]"),
-    _change("mask of the wrong head", LOCAL, "scope:Scope.less", "mask[:, head, row", "mask[:, head * 0, row"),
-    _change("mask rows not moved to the end", LOCAL, "scope:Scope.less", "query.index - offset", "query.index"),
-    _change("key mask forgotten", VANILLA, "scope:Scope._less", "seen & self.key_mask[:, key.index]", "seen"),
-    _change("documents forgotten", GQA, "scope:Scope._less", "self.documents[:, query.index] ==", "self.documents[:, key.index] =="),
-    _change("only one is true", VANILLA, "scope:_as_bool", "mask != 0", "mask == 1"),
-    _change("float masks taken", VANILLA, "scope:_as_bool", "(torch.bool, *WHOLE)", "(torch.bool, *WHOLE, torch.float32, torch.float64, torch.float16, torch.bfloat16)"),
-    _change("a square mask by batch", VANILLA, "scope:check_mask", "if mask.shape == full[2:]:", "if mask.shape == (batch, keys) and batch == queries:\n        return mask[:, None, None]\n    if mask.shape == full[2:]:"),
-    _change("three axes taken as batch", VANILLA, "scope:check_mask", "if mask.shape == full[2:]:", "if mask.dim() == 3 and mask.shape[1:] == full[2:] and len(mask) == batch:\n        return mask[:, None]\n    if mask.shape == full[2:]:"),
-    _change("one column for all keys", VANILLA, "scope:_by_token", "mask.shape != (batch, keys)", "mask.shape not in ((batch, keys), (batch, 1))"),
+    _change(
+        "mask turned round", VANILLA,
+        "scope:Scope._less", "seen & mask", "seen & ~mask",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "mask forgotten", VANILLA,
+        "scope:Scope._less", "seen & mask", "seen",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "mask forgotten in blocks", LOCAL,
+        "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = None",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "first mask for all sequences", LOCAL,
+        "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = mask[:1, head, row, column]",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "mask of the wrong head", LOCAL,
+        "scope:Scope.less", "mask[:, head, row", "mask[:, head * 0, row",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "mask rows not moved to the end", LOCAL,
+        "scope:Scope.less", "query.index - offset", "query.index",
+        caught=("cached_with_masks",),
+    ),
+    _change(
+        "key mask forgotten", VANILLA,
+        "scope:Scope._less", "seen & self.key_mask[:, key.index]", "seen",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "documents forgotten", GQA,
+        "scope:Scope._less", "self.documents[:, query.index] ==", "self.documents[:, key.index] ==",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "only one is true", VANILLA,
+        "scope:_as_bool", "mask != 0", "mask == 1",
+        caught=("whole_numbers_are_masks",),
+    ),
+    _change(
+        "float masks taken", VANILLA,
+        "scope:_as_bool",
+        "(torch.bool, *WHOLE)",
+        "(torch.bool, *WHOLE, torch.float32, torch.float64, torch.float16, torch.bfloat16)",
+        caught=("float_masks_are_refused",),
+    ),
+    _change(
+        "a square mask by batch", VANILLA,
+        "scope:check_mask",
+        "if mask.shape == full[2:]:",
+        "if mask.shape == (batch, keys) and batch == queries:\n        return mask[:, None, None]\n    if "
+        "mask.shape == full[2:]:",
+        caught=("cached_with_masks",),
+    ),
+    _change(
+        "three axes taken as batch", VANILLA,
+        "scope:check_mask",
+        "if mask.shape == full[2:]:",
+        "if mask.dim() == 3 and mask.shape[1:] == full[2:] and len(mask) == batch:\n        return mask[:, "
+        "None]\n    if mask.shape == full[2:]:",
+        caught=("other_mask_shapes_are_refused",),
+    ),
+    _change(
+        "one column for all keys", VANILLA,
+        "scope:_by_token", "mask.shape != (batch, keys)", "mask.shape not in ((batch, keys), (batch, 1))",
+        caught=("other_mask_shapes_are_refused",),
+    ),
     # Nothing to see, and padding
-    _change("nothing to see gives the mean", VANILLA, "variants.vanilla:Vanilla.attend", ".softmax(dim=-1).masked_fill(hidden, 0)", ".softmax(dim=-1)"),
-    _change("nothing to see gives all, fused", GQA, "kernels.fused:fused", "out if seen is None else out.masked_fill(~seen, 0)", "out"),
-    _change("padding projected as it is", GQA, "attention:Attention._open", "self.projection.self_entries(self, _hide(x, own))", "self.projection.self_entries(self, x)"),
-    _change("padding of a context projected as it is", GQA, "attention:Attention._open", "_hide(values, own)", "values"),
-    _change("padding of a block is seen", LOCAL, "kernels.blocks:_visible", ".sees(*places) & real", ".sees(*places)", "kernels.blocks:_parts", "(filled_up | ~covered)", "(~covered)"),
+    _change(
+        "nothing to see gives the mean", VANILLA,
+        "variants.vanilla:Vanilla.attend", ".softmax(dim=-1).masked_fill(hidden, 0)", ".softmax(dim=-1)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "nothing to see gives all, fused", GQA,
+        "kernels.fused:fused", "out if seen is None else out.masked_fill(~seen, 0)", "out",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "padding projected as it is", GQA,
+        "attention:Attention._open",
+        "self.projection.self_entries(self, _hide(x, own))",
+        "self.projection.self_entries(self, x)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "padding of a context projected as it is", GQA,
+        "attention:Attention._open", "_hide(values, own)", "values",
+        caught=("padding_of_context_cannot_be_felt",),
+    ),
+    _change(
+        "padding of a block is seen", LOCAL,
+        "kernels.blocks:_visible", ".sees(*places) & real", ".sees(*places)",
+        "kernels.blocks:_parts", "(filled_up | ~covered)", "(~covered)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
     # Numbers
-    _change("scale left out", VANILLA, "variants.vanilla:Vanilla.attend", "/ math.sqrt(self.head_dim)", ""),
-    _change("scale of the model's width", GQA, "kernels.fused:fused", "dtype = q.dtype", "dtype = q.dtype; q = q * 6 ** -0.5"),
-    _change("groups tiled", FUSED, "projections:Fused.self_entries", "self.split(q)", "self.split(q).unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)"),
-    _change("groups tiled in blocks", GLOBAL, "kernels.blocks:_parts", "head // (heads // groups)", "head % groups"),
-    _change("heads interleaved on the way out", GQA, "projections:Projection.output", "b q (h f)", "b q (f h)"),
-    _change("keys detached", VANILLA, "variants.vanilla:Vanilla.attend", "k.to(wide)", "k.to(wide).detach()"),
-    _change("keys detached in blocks", LOCAL, "kernels.blocks:_backward", "if more is not None:", "if more is not None and total is not sums[0]:"),
-    _change("values from the context", VANILLA, "attention:Attention._open", "_hide(values, own)", "_hide(context, own)"),
-    _change("rotary turned the other way for keys", GQA, "attention:Attention._open", 'rotate(entries["keys"], positions)', 'rotate(entries["keys"], -positions)'),
-    _change("rotary counts padding", GQA, "positions:count_visible", "(key_mask.cumsum(-1) - key_mask.long()).clamp(min=0)", "torch.arange(length, device=device)[None]"),
-    _change("documents go on counting", GQA, "positions:count_visible", "before - start", "before"),
-    _change("no distance for later keys", GQA, "scores:Alibi.__call__", ".abs()", ".clamp(min=0)"),
-    _change("no score in blocks", LOCAL, "kernels.blocks:_attend", "if scope.score is not None:", "if False:"),
-    _change("weights of other heads", VANILLA, "attention:Attention.weights", "q[:, head][:, :, query]", "q[:, head.sort().values][:, :, query]"),
-    _change("documents joined where they are shown", VANILLA, "attention:Attention._open", "documents = check_documents(documents, batch, queries, keys)", "documents = None"),
+    _change(
+        "scale left out", VANILLA,
+        "variants.vanilla:Vanilla.attend", "/ math.sqrt(self.head_dim)", "",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "scale of the model's width", GQA,
+        "kernels.fused:fused", "dtype = q.dtype", "dtype = q.dtype; q = q * 6 ** -0.5",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "groups tiled", FUSED,
+        "projections:Fused.self_entries",
+        "self.split(q)",
+        "self.split(q).unflatten(1, (-1, self.groups)).transpose(1, 2).flatten(1, 2)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "groups tiled in blocks", GLOBAL,
+        "kernels.blocks:_parts", "head // (heads // groups)", "head % groups",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "heads interleaved on the way out", GQA,
+        "projections:Projection.output", "b q (h f)", "b q (f h)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "keys detached", VANILLA,
+        "variants.vanilla:Vanilla.attend", "k.to(wide)", "k.to(wide).detach()",
+        caught=("gradients_are_those_of_the_pattern",),
+    ),
+    _change(
+        "keys detached in blocks", LOCAL,
+        "kernels.blocks:_backward", "if more is not None:", "if more is not None and total is not sums[0]:",
+        caught=("gradients_are_those_of_the_pattern",),
+    ),
+    _change(
+        "values from the context", VANILLA,
+        "attention:Attention._open", "_hide(values, own)", "_hide(context, own)",
+        caught=("cross_attention",),
+    ),
+    _change(
+        "rotary turned the other way for keys", GQA,
+        "attention:Attention._open", 'rotate(entries["keys"], positions)', 'rotate(entries["keys"], -positions)',
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "rotary counts padding", GQA,
+        "positions:count_visible",
+        "(key_mask.cumsum(-1) - key_mask.long()).clamp(min=0)",
+        "torch.arange(length, device=device)[None]",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "documents go on counting", GQA,
+        "positions:count_visible", "before - start", "before",
+        caught=("cached_with_masks",),
+    ),
+    _change(
+        "no distance for later keys", GQA,
+        "scores:Alibi.__call__", ".abs()", ".clamp(min=0)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "no score in blocks", LOCAL,
+        "kernels.blocks:_attend", "if scope.score is not None:", "if False:",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "weights of other heads", VANILLA,
+        "attention:Attention.weights", "q[:, head][:, :, query]", "q[:, head.sort().values][:, :, query]",
+        caught=("weights_are_those_of_the_pattern",),
+    ),
+    _change(
+        "documents joined where they are shown", VANILLA,
+        "attention:Attention._open", "documents = check_documents(documents, batch, queries, keys)", "documents = None",
+        caught=("masks_combine",),
+    ),
     # Precision
-    _change("softmax in half precision", VANILLA, "variants.vanilla:Vanilla.attend", "torch.promote_types(q.dtype, torch.float32)", "q.dtype"),
-    _change("scores of bfloat16 precision", VANILLA, "variants.vanilla:Vanilla.attend", "scores = q.to(wide)", "scores = q.bfloat16().to(wide)"),
-    _change("gradients summed in half precision", LOCAL, "kernels.blocks:_backward", "torch.promote_types(grad.dtype, torch.float32)", "grad.dtype"),
-    _change("half precision on a CPU", GQA, "kernels.fused:fused", "q, k, v = q.float(), k.float(), v.float()", "pass"),
-    _change("single precision for doubles", LOCAL, "kernels.blocks:_gather", "torch.promote_types(q.dtype, torch.float32)", "torch.float32"),
-    _change("output left in single precision", VANILLA, "variants.vanilla:Vanilla.attend", ".to(v.dtype)", ".float()"),
+    _change(
+        "softmax in half precision", VANILLA,
+        "variants.vanilla:Vanilla.attend", "torch.promote_types(q.dtype, torch.float32)", "q.dtype",
+        caught=("softmax_is_wide",),
+    ),
+    _change(
+        "scores of bfloat16 precision", VANILLA,
+        "variants.vanilla:Vanilla.attend", "scores = q.to(wide)", "scores = q.bfloat16().to(wide)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "gradients summed in half precision", LOCAL,
+        "kernels.blocks:_backward", "torch.promote_types(grad.dtype, torch.float32)", "grad.dtype",
+        caught=("queries_that_see_nothing_give_no_gradient",),
+    ),
+    _change(
+        "half precision on a CPU", GQA,
+        "kernels.fused:fused", "q, k, v = q.float(), k.float(), v.float()", "pass",
+        witness=half_gradients,
+    ),
+    _change(
+        "single precision for doubles", LOCAL,
+        "kernels.blocks:_gather", "torch.promote_types(q.dtype, torch.float32)", "torch.float32",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "output left in single precision", VANILLA,
+        "variants.vanilla:Vanilla.attend", ".to(v.dtype)", ".float()",
+        caught=("output_is_what_the_pattern_says",),
+    ),
     # Decoding
-    _change("cache off by one", CACHED, "cache:Cache._extended", "stored[:, :, : self.length]", "stored[:, :, 1 : self.length + 1]"),
-    _change("rotary starts anew at each piece", CACHED, "attention:Attention._open", "x.device)[:, before:]", "x.device)[:, : x.shape[1]]"),
-    _change("hidden tokens come back", CACHED, "cache:Cache.commit", "self._hides or key_mask is not None", "False"),
-    _change("later masks ignored", CACHED, "cache:Cache.joined_mask", "seen & key_mask", "seen"),
-    _change("a refused call counts", CACHED, "cache:Cache.check", "if batch != self.batch_size:", "self.length += queries * (batch != self.batch_size)\n    if batch != self.batch_size:"),
-    _change("crop forgets nothing", CACHED, "cache:Cache.crop", "self.length = length", "pass"),
-    _change("crop to anywhere", CACHED, "cache:Cache.crop", "0 <= length <= self.length", "0 <= length"),
-    _change("values stay when reordered", CACHED, "cache:Cache.reorder", "stored.index_select(0, index) for", 'stored.index_select(0, index if name == "keys" else torch.arange(len(stored))) for'),
-    _change("hidden tokens stay when reordered", CACHED, "cache:Cache.reorder", "self._visible = self._visible.index_select(0, index)", "pass"),
-    _change("own keys detached", CACHED, "cache:Cache._extended", "tensor], dim=2)", "tensor.detach()], dim=2)"),
-    _change("buffers of inference mode", CACHED, "cache:Cache.__init__", "torch.inference_mode(False)", "torch.inference_mode(torch.is_inference_mode_enabled())"),
-    _change("an empty cache is none", CACHED, "attention:Attention.forward", "if cache is not None:", "if cache is not None and cache.length:"),
-    _change("marks after the first piece", PREFIX, "attention:Attention._open", "and before and not self.causal", "and False"),
+    _change(
+        "cache off by one", CACHED,
+        "cache:Cache._extended", "stored[:, :, : self.length]", "stored[:, :, 1 : self.length + 1]",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "rotary starts anew at each piece", CACHED,
+        "attention:Attention._open", "x.device)[:, before:]", "x.device)[:, : x.shape[1]]",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "hidden tokens come back", CACHED,
+        "cache:Cache.commit", "self._hides or key_mask is not None", "False",
+        caught=("hidden_tokens_stay_hidden",),
+    ),
+    _change(
+        "later masks ignored", CACHED,
+        "cache:Cache.joined_mask", "seen & key_mask", "seen",
+        caught=("cached_with_masks",),
+    ),
+    _change(
+        "a refused call counts", CACHED,
+        "cache:Cache.check",
+        "if batch != self.batch_size:",
+        "self.length += queries * (batch != self.batch_size)\n    if batch != self.batch_size:",
+        caught=("refused_calls_change_no_cache",),
+    ),
+    _change(
+        "crop forgets nothing", CACHED,
+        "cache:Cache.crop", "self.length = length", "pass",
+        caught=("crop_and_reset",),
+    ),
+    _change(
+        "crop to anywhere", CACHED,
+        "cache:Cache.crop", "0 <= length <= self.length", "0 <= length",
+        caught=("crop_and_reset",),
+    ),
+    _change(
+        "values stay when reordered", CACHED,
+        "cache:Cache.reorder",
+        "stored.index_select(0, index) for",
+        'stored.index_select(0, index if name == "keys" else torch.arange(len(stored))) for',
+        caught=("reorder",),
+    ),
+    _change(
+        "hidden tokens stay when reordered", CACHED,
+        "cache:Cache.reorder", "self._visible = self._visible.index_select(0, index)", "pass",
+        caught=("reorder",),
+    ),
+    _change(
+        "own keys detached", CACHED,
+        "cache:Cache._extended", "tensor], dim=2)", "tensor.detach()], dim=2)",
+        caught=("cached_keys_are_detached",),
+    ),
+    _change(
+        "buffers of inference mode", CACHED,
+        "cache:Cache.__init__",
+        "torch.inference_mode(False)",
+        "torch.inference_mode(torch.is_inference_mode_enabled())",
+        caught=("inference_mode_does_not_stick",),
+    ),
+    _change(
+        "an empty cache is none", CACHED,
+        "attention:Attention.forward", "if cache is not None:", "if cache is not None and cache.length:",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "marks after the first piece", PREFIX,
+        "attention:Attention._open", "and before and not self.causal", "and False",
+        caught=("cached_with_masks",),
+    ),
     # Chance
-    _change("dropout in eval", VANILLA, "attention:Attention._open", "self.dropout if self.training else 0.0", "self.dropout"),
-    _change("no dropout", VANILLA, "variants.vanilla:Vanilla.attend", "F.dropout(weights, scope.dropout)", "weights"),
-    _change("no dropout in blocks", LOCAL, "kernels.blocks:_attend", "if scope.dropout:", "if False:"),
-    _change("dropout without its scale in blocks", LOCAL, "kernels.blocks:_attend", "* kept / (1 - scope.dropout)", "* kept"),
-    _change("other drops in backward", LOCAL, "kernels.blocks:_attend", "generator=generator, ", ""),
-    _change("nothing drawn anew", REDRAW, "attention:Attention._open", "if self.redraws else None", "if False else None"),
-    _change("drawn anew in eval", REDRAW, "attention:Attention._open", "if self.redraws else None", "if True else None"),
-    _change("drawn from Python's generator", REDRAW, "attention:Attention._open", "torch.randint(2**32, (), device=\"cpu\")", "torch.tensor(__import__('random').randrange(2**32))"),
-    _change("torch's state advanced", RANDOM, "patterns:Random.sees", "query_block, key_block =", "torch.rand(()); query_block, key_block ="),
-    _change("a draw that depends on the length", RANDOM, "patterns:Random.sees", "_hash(self.seed,", "_hash(self.seed + int(key.index.max()),"),
-    _change("dense in training", ("random_sparse", {"keys": 2, "train_only": True}), "variants.random_sparse:RandomSparse.current_pattern", "not self.training", "self.training", witness=asserting("tests.test_attention", "test_train_only_looks_at_everything_in_eval")),
+    _change(
+        "dropout in eval", VANILLA,
+        "attention:Attention._open", "self.dropout if self.training else 0.0", "self.dropout",
+        caught=("random_state_is_left_alone",),
+    ),
+    _change(
+        "no dropout", VANILLA,
+        "variants.vanilla:Vanilla.attend", "F.dropout(weights, scope.dropout)", "weights",
+        caught=("dropout_is_for_training",),
+    ),
+    _change(
+        "no dropout in blocks", LOCAL,
+        "kernels.blocks:_attend", "if scope.dropout:", "if False:",
+        caught=("dropout_is_for_training",),
+    ),
+    _change(
+        "dropout without its scale in blocks", LOCAL,
+        "kernels.blocks:_attend", "* kept / (1 - scope.dropout)", "* kept",
+        caught=("dropout_keeps_the_mean",),
+    ),
+    _change(
+        "other drops in backward", LOCAL,
+        "kernels.blocks:_attend", "generator=generator, ", "",
+        caught=("dropout_is_the_same_in_backward",),
+    ),
+    _change(
+        "nothing drawn anew", REDRAW,
+        "attention:Attention._open", "if self.redraws else None", "if False else None",
+        caught=("redrawn_patterns",),
+    ),
+    _change(
+        "drawn anew in eval", REDRAW,
+        "attention:Attention._open", "if self.redraws else None", "if True else None",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "drawn from Python's generator", REDRAW,
+        "attention:Attention._open",
+        'torch.randint(2**32, (), device="cpu")',
+        "torch.tensor(__import__('random').randrange(2**32))",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "torch's state advanced", RANDOM,
+        "patterns:Random.sees", "query_block, key_block =", "torch.rand(()); query_block, key_block =",
+        caught=("random_state_is_left_alone",),
+    ),
+    _change(
+        "a draw that depends on the length", RANDOM,
+        "patterns:Random.sees", "_hash(self.seed,", "_hash(self.seed + int(key.index.max()),",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "dense in training", ('random_sparse', {'keys': 2, 'train_only': True}),
+        "variants.random_sparse:RandomSparse.current_pattern", "not self.training", "self.training",
+        witness=asserting("tests.test_attention", "test_train_only_looks_at_everything_in_eval"),
+    ),
     # Sizes and travel
-    _change("blocks not filled up", LOCAL, "kernels.blocks:_cut", "filled = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()", "filled = x[:, :, : x.shape[2] - x.shape[2] % size] if missing and x.shape[2] > size else F.pad(x, (0, 0, 0, missing))"),
-    _change("an empty batch fails", LOCAL, "kernels.blocks:blocks", "q.numel() == 0 or", ""),
-    _change("blocks alone in a graph", LOCAL, "kernels.blocks:blocks", "torch.compiler.is_compiling() or", ""),
-    _change("no way through torch.func", LOCAL, "kernels.blocks:_transformed", "level is not None and level() is not None", "False"),
-    _change("keys and values swapped on loading", FUSED, "projections:Fused.adapt", "[f\"{prefix}{name}.{kind}\" for name in SEPARATE]", "[f\"{prefix}{name}.{kind}\" for name in (\"q_proj\", \"v_proj\", \"k_proj\")]"),
-    _change("keys and values swapped when fused", FUSED, "projections:Fused.self_entries", "q, k, v =", "q, v, k ="),
+    _change(
+        "blocks not filled up", LOCAL,
+        "kernels.blocks:_cut",
+        "filled = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()",
+        "filled = x[:, :, : x.shape[2] - x.shape[2] % size] if missing and x.shape[2] > size else F.pad(x, "
+        "(0, 0, 0, missing))",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "an empty batch fails", LOCAL,
+        "kernels.blocks:blocks", "q.numel() == 0 or", "",
+        caught=("cached_equals_full",),
+    ),
+    _change(
+        "blocks alone in a graph", LOCAL,
+        "kernels.blocks:blocks", "torch.compiler.is_compiling() or", "",
+        caught=("compiles",),
+    ),
+    _change(
+        "no way through torch.func", LOCAL,
+        "kernels.blocks:_transformed", "level is not None and level() is not None", "False",
+        caught=("samples_have_gradients_of_their_own",),
+    ),
+    _change(
+        "keys and values swapped on loading", FUSED,
+        "projections:Fused.adapt",
+        '[f"{prefix}{name}.{kind}" for name in SEPARATE]',
+        '[f"{prefix}{name}.{kind}" for name in ("q_proj", "v_proj", "k_proj")]',
+        caught=("other_layout_loads",),
+    ),
+    _change(
+        "keys and values swapped when fused", FUSED,
+        "projections:Fused.self_entries", "q, k, v =", "q, v, k =",
+        caught=("output_is_what_the_pattern_says",),
+    ),
 ]  # fmt: skip
