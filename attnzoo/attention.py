@@ -26,7 +26,8 @@ class Attention(nn.Module):
     """An attention over what its pattern lets each token see.
 
     A variant gives its projection and pattern to the constructor and overrides `attend`. Where visibility depends
-    on content it overrides `visible_for` as well; where the mathematics differ from a softmax, `expected`.
+    on content it overrides `visible_for` as well; where weights are another softmax or none, `weights_for`; where the
+    output is no mean of values by these weights, `expected`.
 
     Args:
         projection: how tokens become queries, keys and values, and heads become tokens.
@@ -98,9 +99,13 @@ class Attention(nn.Module):
         """What these queries may look at among these keys, a bool mask that broadcasts to [b, h, q, k]."""
         return scope.visible()
 
+    def weights_for(self, q: Tensor, k: Tensor, scope: Scope) -> Tensor:
+        """The weight [b, h, q, k] of these keys for these queries, without dropout."""
+        return dense_weights(q, k, scope, self.visible_for(q, k, scope))
+
     def expected(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         """What `attend` must give, as plainly as it can be said; the contract compares the two in float64."""
-        weights = dense_weights(q, k, scope, self.visible_for(q, k, scope))
+        weights = self.weights_for(q, k, scope)
         return weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
 
     @property
@@ -162,7 +167,7 @@ class Attention(nn.Module):
         q, k = q[:, head][:, :, query], k[:, head // (self.num_heads // self.num_kv_heads)]
         scope = scope.narrowed(head, query)
         with without_autocast(q):
-            return dense_weights(q, k, scope, self.visible_for(q, k, scope)).to(q.dtype)
+            return self.weights_for(q, k, scope).to(q.dtype)
 
     def visible(self, query_length: int, key_length: int | None = None, *, marked: Tensor | None = None) -> Tensor:
         """What the pattern promises without any padding: bool [1 or h, q, k].
@@ -202,8 +207,7 @@ class Attention(nn.Module):
         parameter = next(self.parameters())
         device = parameter.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else parameter.dtype
-        size = (self.num_kv_heads, self.head_dim)
-        return Cache({"keys": size, "values": size}, batch_size, max_length, dtype, device)
+        return Cache(self.projection.stored, batch_size, max_length, dtype, device)
 
     def extra_repr(self) -> str:
         return (
@@ -249,7 +253,7 @@ class Attention(nn.Module):
         joined = key_mask if cache is None else cache.joined_mask(key_mask, queries)
         if self.positions == "rotary":
             positions = count_visible(keys, joined, documents, x.device)[:, before:]
-            q, entries["keys"] = rotate(q, positions), rotate(entries["keys"], positions)
+            q, entries["keys"] = (rotate(x, positions, self.head_dim) for x in (q, entries["keys"]))
         if cache is not None:
             entries = cache.extended(entries)
         k, v = self.projection.keys_values(self, entries)
@@ -305,7 +309,8 @@ class Attention(nn.Module):
     def _supported(self) -> set[str]:
         """What follows from pattern, positions and the methods that a variant overrides."""
         found = {"causal" if self.causal else "bidirectional", "right_padding", "length_free", "compile", "export"}
-        if type(self).expected is Attention.expected or type(self).weights is not Attention.weights:
+        kind, names = type(self), ("weights", "weights_for")
+        if kind.expected is Attention.expected or any(getattr(kind, n) is not getattr(Attention, n) for n in names):
             found.add("weights")
         if self.pattern.marks:
             found.add("marked")

@@ -24,16 +24,17 @@ def count_visible(length: int, key_mask: Tensor | None, documents: Tensor | None
     return torch.empty_like(before).scatter_(-1, order, before - start)
 
 
-def rotate(x: Queries, positions: Positions, base: float = 10_000.0) -> Queries:
+def rotate(x: Queries, positions: Positions, width: int | None = None, base: float = 10_000.0) -> Queries:
     """Turns feature pair (i, i + d/2) of each head by position * base ** (-2 i / d), so that q @ k depends on
-    distance alone.
+    distance alone; d is `width` where heads hold several vectors of that width, else all features.
 
     Source: Su et al. 2021, section 3.2.2, arXiv:2104.09864, with the halves as pairs, as Llama has them.
     """
+    x = x.unflatten(-1, (-1, width or x.shape[-1]))  # [b h t n d]
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)  # half precision can't tell far positions apart
     frequencies = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angles = positions[:, None, :, None].to(wide) * frequencies  # [b 1 t d/2]
+    angles = positions[:, None, :, None, None].to(wide) * frequencies  # [b 1 t 1 d/2]
     cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half].to(wide), x[..., half:].to(wide)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)

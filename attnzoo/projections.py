@@ -18,6 +18,7 @@ from attnzoo.options import whole
 from attnzoo.shapes import Heads, Keys, Queries, Tokens, Values
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
+GLOBAL = ("q_global_proj", "k_global_proj", "v_global_proj")
 FUSED = "qkv_proj"
 
 
@@ -58,6 +59,11 @@ class Projection:
     def rows(self) -> tuple[int, int, int]:
         """The widths of queries, keys and values over all heads, which is also their order where they are fused."""
         return self.d_model, self.groups * self.head_dim, self.groups * self.head_dim
+
+    @property
+    def stored(self) -> dict[str, tuple[int, int]]:
+        """The heads and features of each entry that a cache stores for a token."""
+        return {"keys": (self.groups, self.head_dim), "values": (self.groups, self.head_dim)}
 
     def layers(self) -> dict[str, nn.Module]:
         """The layers by name, as the attention registers them."""
@@ -114,6 +120,27 @@ class Separate(Projection):
 
     def entries(self, layers: Any, context: Tokens, values: Tokens) -> dict[str, Tensor]:
         return {"keys": self.split(layers.k_proj(context)), "values": self.split(layers.v_proj(values))}
+
+
+@dataclasses.dataclass(frozen=True)
+class WithGlobal(Separate):
+    """Layers of their own for global tokens as well: each head holds the ordinary features, then the global ones."""
+
+    @property
+    def stored(self) -> dict[str, tuple[int, int]]:
+        return {name: (heads, 2 * features) for name, (heads, features) in super().stored.items()}
+
+    def layers(self) -> dict[str, nn.Module]:
+        own = (nn.Linear(self.d_model, width, self.bias) for width in self.rows)
+        return super().layers() | dict(zip(GLOBAL, own, strict=True))
+
+    def queries(self, layers: Any, x: Tokens) -> Queries:
+        return torch.cat([super().queries(layers, x), self.split(layers.q_global_proj(x))], dim=-1)
+
+    def entries(self, layers: Any, context: Tokens, values: Tokens) -> dict[str, Tensor]:
+        own = {"keys": layers.k_global_proj(context), "values": layers.v_global_proj(values)}
+        ordinary = super().entries(layers, context, values)
+        return {name: torch.cat([ordinary[name], self.split(projected)], dim=-1) for name, projected in own.items()}
 
 
 @dataclasses.dataclass(frozen=True)

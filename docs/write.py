@@ -28,24 +28,25 @@ def test_gqa(check):
     check()
 ```
 
-What is right comes from two places: the variant's own definition `expected`, and attention written anew from what `visible` shows,
-which shares no kernel, no mask handling and no positions with what it judges. Numbers are compared in float64, unless the check is
-about another dtype. All sizes of an input differ from each other, so that no swapped axis passes: 3 sequences of 11 tokens, 13 tokens of
-context, 24 features, 6 heads. Where a check fails, it is asked again of ever smaller inputs, and the report shows the smallest one that
-still fails as a line of Python.
+What is right comes from two places: the variant's own definition `expected`, and attention written anew from what
+`visible` shows, which shares no kernel, no mask handling and no positions with what it judges. Numbers are compared
+in float64, unless the check is about another dtype. All sizes of an input differ from each other, so that no swapped
+axis passes: 3 sequences of 11 tokens, 13 tokens of context, 24 features, 6 heads. Where a check fails, it is asked
+again of ever smaller inputs, and the report shows the smallest one that still fails as a line of Python.
 
-A variant may declare, in its attribute `without`, that it does without: {waivable}. What it declares is verified both ways: a check
-fails where a variant refuses what it supports, and where it takes what it does without. Nothing else can be waived, so rows without
-anything to see, padding, precision and state are the same for all.
+A variant may declare, in its attribute `without`, that it does without: {waivable}. What it declares is verified both
+ways: a check fails where a variant refuses what it supports, and where it takes what it does without. Nothing else
+can be waived, so rows without anything to see, padding, precision and state are the same for all.
 
 ## A module that is no attnzoo variant
 
-Any `nn.Module` can be checked whose constructor takes `d_model` and `num_heads` (and, if it has them, `causal`, `dropout` and
-others), and whose `forward(x, context=None, *, values, key_mask, mask, documents, marked, cache)` takes these arguments or some of them. What
-it supports is read from that signature, less its own `without`. It says what is right by a method `expected(x, ...)` that computes plainly
-what `forward` must give, or by projections named `q_proj k_proj v_proj out_proj` (or `qkv_proj out_proj`), and by an attribute `pattern`
-where its queries see less than everything. Any error it raises counts as the one that the contract asks for, and what it gives
-for hidden queries is not looked at.
+Any `nn.Module` can be checked whose constructor takes `d_model` and `num_heads` (and, if it has them, `causal`,
+`dropout` and others), and whose `forward(x, context=None, *, values, key_mask, mask, documents, marked, cache)` takes
+these arguments or some of them. What it supports is read from that signature, less its own `without`. It says what is
+right by a method `expected(x, ...)` that computes plainly what `forward` must give, or by projections named `q_proj
+k_proj v_proj out_proj` (or `qkv_proj out_proj`), and by an attribute `pattern` where its queries see less than
+everything. Any error it raises counts as the one that the contract asks for, and what it gives for hidden queries is
+not looked at.
 
 ## The promises
 

@@ -299,3 +299,32 @@ def test_padding_is_not_felt_where_only_values_come_from_elsewhere(name):
         grads = torch.autograd.grad(y[:, :5].square().sum(), [dirty, *attention.parameters()])
         assert all(grad.isfinite().all() for grad in grads)
         assert not grads[0][:, 5:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("positions", ["none", "rotary", "alibi"])
+def test_global_projections_that_are_copies_of_the_others_change_nothing(positions, causal):
+    options = {"radius": 1, "global_tokens": 1, "block": 3, "num_kv_heads": 2, "positions": positions, "causal": causal}
+    one, two = module("local", **options), module("local", **options, global_projections=True)
+    state = one.state_dict()
+    two.load_state_dict(state | {n.replace("_proj", "_global_proj"): state[n] for n in state if "out" not in n})
+    x, marked = tokens(11), torch.rand(2, 11) > 0.7
+    given = {"marked": marked, "key_mask": torch.rand(2, 11) > 0.2, "mask": torch.rand(2, 6, 11, 11) > 0.2}
+    torch.testing.assert_close(two(x, **given), one(x, **given))
+    chosen = given | {"heads": [4, 0], "queries": [0, -1, 5]}
+    torch.testing.assert_close(two.weights(x, **chosen), one.weights(x, **chosen))
+    assert two(x[:0]).shape == (0, 11, 24)
+
+
+def test_the_queries_of_global_tokens_alone_use_the_global_projections():
+    attention, x = module("local", radius=2, block=3, global_projections=True), tokens(11)
+    marked = torch.zeros(2, 11, dtype=torch.bool)
+    marked[0, [0, 7]] = True
+    before, cached = attention(x, marked=marked), attention.projection.stored
+    assert cached == {"keys": (6, 8), "values": (6, 8)}  # of head_dim 4
+    for name in ("q", "k", "v"):
+        torch.nn.init.normal_(getattr(attention, f"{name}_global_proj").weight)
+        after = attention(x, marked=marked)
+        assert torch.equal((after != before).any(-1), marked), name
+    y = attention(x)  # where none is global they still get a gradient, of 0
+    assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), [*attention.parameters()][8:]))

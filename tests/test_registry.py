@@ -257,7 +257,7 @@ def seven(
 """
     )
     install("odd", {"odd": "plugin_odd:seven"}, plugin_odd=source)
-    with pytest.raises(UnknownVariantError, match="'odd' makes a int, not an attnzoo.Attention"):
+    with pytest.raises(UnknownVariantError, match=r"'odd' makes a int, not an attnzoo\.Attention"):
         attnzoo.build("odd", d_model=8, num_heads=2)
     with pytest.warns(UserWarning, match=r"'odd' is left out: .*makes a int"):
         assert "odd" not in attnzoo.list_variants(supports="causal")

@@ -38,7 +38,7 @@ def is_plain(attn: Attention) -> bool:
     """Whether `visible` and softmax say all about a variant: nothing depends on content or is other mathematics."""
     kind = type(attn)
     own_score = attn.score is not None and attn.positions != "alibi"
-    overrides = kind.expected is not Attention.expected or kind.visible_for is not Attention.visible_for
+    overrides = any(getattr(kind, n) is not getattr(Attention, n) for n in ("expected", "visible_for", "weights_for"))
     return has_usual_layers(attn) and not own_score and (isinstance(attn, Foreign) or not overrides)
 
 
@@ -121,7 +121,7 @@ def output_of_nothing(attn: Attention, x: Tensor, key_mask: Tensor | None = None
         zero = project_out(attn, torch.zeros_like(x))
     else:
         nothing = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
-        zero = definition(attn)(torch.zeros_like(x), mask=nothing)
+        zero = rounded_definition(attn)(torch.zeros_like(x), mask=nothing)
     return without_hidden(zero, key_mask) if isinstance(attn, Foreign) else zero
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from agreement import assert_agree, close, padded, separated, stirred, tokens
 from torch import nn
-from weight_maps import bert, gpt2, gradient, llama, longformer_tied
+from weight_maps import bert, gpt2, gradient, llama, longformer, longformer_tied
 
 import attnzoo
 
@@ -390,16 +390,16 @@ def longformer_pair(window, **options):
     return ours, stirred(LongformerAttention(config)).float()
 
 
-def longformer_call(theirs, key_mask, global_tokens=0):
+def longformer_call(theirs, key_mask, global_tokens=0, marked=None):
     """LongformerSelfAttention as LongformerModel calls it: padding is negative, global tokens positive, the rest 0."""
-    kind = torch.zeros(key_mask.shape)
+    kind = torch.zeros(key_mask.shape) if marked is None else marked * 10_000.0
     kind[:, :global_tokens] = 10_000
     kind[~key_mask] = -10_000
 
     def call(x):
         heads = theirs.self(
             x, attention_mask=kind, is_index_masked=kind < 0, is_index_global_attn=kind > 0,
-            is_global_attn=bool(global_tokens),
+            is_global_attn=bool((kind > 0).any()),
         )[0]  # fmt: skip
         return theirs.output.dense(heads)
 
@@ -441,9 +441,51 @@ def test_longformer_attention_with_global_tokens_that_use_the_same_projections(w
     )
 
 
-# PLACE FOR: Longformer with projections of their own for global tokens, once `local` has that option. Take
-# `longformer_pair(window, global_tokens=n, <the option>)`, a map beside `bert` that adds query_global, key_global and
-# value_global, and `longformer_call(theirs, key_mask, n)`; nothing is to be copied or added up then.
+def global_and_padded(right):
+    """Which tokens are global, other numbers of them in each sequence and none in one, and which are no padding."""
+    marked = torch.zeros(BATCH, 12, dtype=torch.bool)
+    marked[0, [0, 5]] = marked[2, [1, 2, 7]] = True
+    return marked, padded(BATCH, 12, right=right)
+
+
+@pytest.mark.parametrize("right", [0, 3])
+@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize("window", [4, 6])
+def test_longformer_attention_with_projections_of_their_own_for_global_tokens(window, first, right):
+    """Of the first tokens, all global here and there, or of marked ones, and of both."""
+    ours, theirs = longformer_pair(window, global_tokens=first, global_projections=True)
+    marked, key_mask = global_and_padded(right)
+    x = tokens(BATCH, 12, D_MODEL).float()
+    for given in [{"marked": marked}, {}] if first else [{"marked": marked}]:
+        assert_agree(
+            ours,
+            theirs,
+            longformer,
+            lambda x, given=given: ours(x, key_mask=key_mask, **given),
+            longformer_call(theirs, key_mask, first, **given),
+            x,
+            keep=key_mask,
+            tolerance=FLOAT32,
+        )
+
+
+@pytest.mark.parametrize("right", [0, 3])
+def test_the_weights_of_global_tokens_are_those_of_longformer(right):
+    ours, theirs = longformer_pair(4, global_projections=True)
+    ours.load_state_dict(longformer(theirs))
+    marked, key_mask = global_and_padded(right)
+    x = tokens(BATCH, 12, D_MODEL).float()
+    weights, wanted = ours.weights(x, key_mask=key_mask, marked=marked), global_weights(theirs, x, marked, key_mask)
+    for sequence in (0, 2):  # in 1 there is none
+        rows = marked[sequence]
+        close(weights[sequence][:, rows], wanted[sequence, :, : rows.sum()], FLOAT32)
+
+
+def global_weights(theirs, x, marked, key_mask):
+    """[b, h, n, k], of the n global tokens of the sequence that has most."""
+    hidden = ~key_mask
+    shared = {"is_index_masked": hidden, "is_index_global_attn": marked, "is_global_attn": True}
+    return theirs.self(x, attention_mask=marked.float() - hidden.float(), **shared, output_attentions=True)[2]
 
 
 # BigBird

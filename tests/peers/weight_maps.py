@@ -35,6 +35,16 @@ def bert(peer, read=value):
     }
 
 
+def longformer(peer, read=value):
+    """LongformerAttention with its projections for global tokens."""
+    return {
+        **bert(peer, read),
+        **linear("q_global_proj", peer.self.query_global, read),
+        **linear("k_global_proj", peer.self.key_global, read),
+        **linear("v_global_proj", peer.self.value_global, read),
+    }
+
+
 def longformer_tied(peer, read=value):
     """LongformerAttention whose global projections are copies of the others: their gradients add up to ours."""
     state = bert(peer, read)
