@@ -22,8 +22,9 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_setting_compiles(setting):
-    CHECKS["check_compiles"](dataclasses.replace(SETTINGS[setting], first=True))
+def test_every_setting_compiles_and_exports(setting):
+    for check in ("check_compiles", "check_exports"):
+        CHECKS[check](dataclasses.replace(SETTINGS[setting], first=True))
 
 
 @pytest.mark.slow

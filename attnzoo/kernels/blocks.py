@@ -6,6 +6,7 @@ stays linear.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.kernels.dense import dense, masked_softmax, without_autocast
-from attnzoo.scope import Scope
+from attnzoo.patterns import Pattern
+from attnzoo.scope import Scope, places
 from attnzoo.scores import Score
 from attnzoo.shapes import Heads, Keys, Place, Queries, Span, Values
 
 PART = 2**20  # scores computed at once: 4 MiB in float32
+REMEMBERED = 2**20  # entries of a table that is still kept
 MASKS = ("key_mask", "mask", "documents", "marked")
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -69,16 +72,16 @@ def _transformed() -> bool:
 def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterator[Part]:
     heads, groups = q.shape[1], k.shape[1]
     queries, columns = _spans(scope, scope.key_length - scope.query_length, tile), _spans(scope, 0, block)
-    rows = _standing(queries)
-    head = torch.arange(heads)[:, None, None]
     size = (heads, len(queries.first), len(columns.first))
-    touched = scope.pattern.touches(rows, columns, head)
+    own = scope.marked is not None or scope.query.salt is not None  # then the table is this call's alone
+    if own or size[0] * size[1] * size[2] > REMEMBERED:
+        touched, partial = _table(scope.pattern, heads, queries, columns)
+    else:
+        lengths = (scope.query_length, scope.key_length)
+        touched, partial = _remembered(scope.pattern, heads, lengths, tile, block)
     if scope.documents is not None:
         touched = touched & _may_share(scope.documents.cpu(), queries, columns)
-    touched = touched.expand(size).flatten(0, 1)
-    covered = scope.pattern.covers(rows, columns, head)
-    filled_up = (rows.last - rows.first + 1 < tile) | (columns.last - columns.first + 1 < block)
-    partial = (filled_up | ~covered).expand(size).flatten(0, 1)
+    touched, partial = touched.flatten(0, 1), partial.flatten(0, 1)
     widths = touched.sum(-1)
     for width in widths.unique().tolist():
         alike = (widths == width).nonzero().flatten()
@@ -92,6 +95,25 @@ def _parts(q: Tensor, k: Tensor, scope: Scope, tile: int, block: int) -> Iterato
             tiles, number, head, row, column, item, slot = (tensor.to(q.device) for tensor in move)
             seed = int(torch.randint(2**62, ())) if scope.dropout else 0
             yield Part(tiles, number, head, row, column, (item, slot), seed)
+
+
+@functools.lru_cache(maxsize=64)
+def _remembered(pattern: Pattern, heads: int, lengths: tuple[int, int], tile: int, block: int) -> tuple[Tensor, Tensor]:
+    """The table of a pattern, by value; nothing of it depends on tensors of a call."""
+    with torch.inference_mode(False):
+        queries, keys = lengths
+        scope = Scope(pattern, *places(heads, queries, keys, torch.device("cpu")))
+        return _table(pattern, heads, _spans(scope, keys - queries, tile), _spans(scope, 0, block))
+
+
+def _table(pattern: Pattern, heads: int, queries: Span, columns: Span) -> tuple[Tensor, Tensor]:
+    """Which tiles touch which blocks, and which pairs of these the pattern lets see in part only, both [h, nq, nk]."""
+    rows, head = _standing(queries), torch.arange(heads)[:, None, None]
+    tile, block = (int(span.last[0] - span.first[0]) + 1 for span in (queries, columns))
+    filled_up = (rows.last - rows.first + 1 < tile) | (columns.last - columns.first + 1 < block)
+    size = (heads, len(queries.first), len(columns.first))
+    touched, covered = pattern.touches(rows, columns, head), pattern.covers(rows, columns, head)
+    return touched.expand(size), (filled_up | ~covered).expand(size)
 
 
 def _spans(scope: Scope, start: int, size: int) -> Span:

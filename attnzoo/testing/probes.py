@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -25,10 +27,15 @@ Check = Callable[[Maker], None]
 
 
 def run(check: Check, make: Maker) -> None:
-    """Runs a check with a random state of its own, so that it is the same every time and changes nothing outside."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        check(make)
+    """Runs a check with random states of its own, so that it is the same every time and changes nothing outside."""
+    others = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            check(make)
+    finally:
+        np.random.set_state(others[0])
+        random.setstate(others[1])
 
 
 class NotApplicable(Exception):

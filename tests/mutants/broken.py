@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
@@ -14,7 +15,7 @@ from attnzoo.errors import OptionError
 from attnzoo.kernels.dense import dense
 from attnzoo.patterns import Causal, Full, Random
 from tests.mutants.mutant import Mutant
-from tests.mutants.sound import Drawn, Linear, Sound
+from tests.mutants.sound import Drawn, Linear, Marking, Sound
 
 BROKEN: list[Mutant] = []
 Call = dict[str, Any]  # the arguments of a call by name
@@ -115,6 +116,30 @@ class GradientToAll(Sound):
         if key_mask is None or mask is None or mask.dim() == 2:
             return y
         return y + (x - x.detach()).mean((0, 1))
+
+
+@caught_by("gradient_mode_changes_nothing")
+class ZeroWithoutGradients(Sound):
+    """Gives zero for hidden queries, on its path without gradients."""
+
+    def attend(self, q, k, v, scope):
+        out, fast = dense(q, k, v, scope), not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if scope.key_mask is None or not fast:
+            return out
+        return out.masked_fill(~scope.key_mask[:, None, -q.shape[2] :, None], 0)
+
+
+@caught_by("hidden_keys_have_no_weight")
+class LowButNotLowest(Sound):
+    def attend(self, q, k, v, scope):
+        wide, visible = torch.promote_types(q.dtype, torch.float32), scope.visible()
+        group = self.num_heads // self.num_kv_heads
+        k, v = k.to(wide).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q.to(wide) @ k.mT * self.head_dim**-0.5
+        if scope.score is not None:
+            scores = scope.score(scores, scope.query, scope.key)
+        weights = scores.masked_fill(~visible, -1e4).softmax(-1) * visible.any(-1, keepdim=True)
+        return (F.dropout(weights, scope.dropout) @ v.to(wide)).to(v.dtype)
 
 
 # Nothing to see
@@ -260,6 +285,16 @@ class FaintGradient(Sound):
         return y + 1e-12 * (x - x.detach()).mean(1, keepdim=True) if leaks and x.shape[1] else y
 
 
+@caught_by("marked_tokens_may_be_none_all_or_hidden")
+class AsManyMarksEverywhere(Marking):
+    """Gives sequences without any mark one at their first token."""
+
+    def forward(self, x, context=None, *, marked=None, **given):
+        if marked is not None and marked.dtype == torch.bool and marked.shape == x.shape[:2]:
+            marked = marked | ((torch.arange(x.shape[1]) == 0) & ~marked.any(1, keepdim=True))
+        return super().forward(x, context, marked=marked, **given)
+
+
 # Decoding
 
 
@@ -308,6 +343,12 @@ class ViewedWhereFrozen(Cache):
         return stored[:, :, : self.length + tensor.shape[2]]
 
 
+class WholeBuffer(Cache):
+    def _extended(self, stored, tensor):
+        joined = super()._extended(stored, tensor)
+        return joined + 0 * stored[:, :, joined.shape[2] :].sum(2, keepdim=True)
+
+
 class OfThis(Sound):
     """A variant with another kind of cache."""
 
@@ -327,6 +368,11 @@ class AllTrueShowsAll(OfThis):
 @caught_by("queries_train_over_frozen_keys")
 class FrozenKeysAreViews(OfThis):
     kind = ViewedWhereFrozen
+
+
+@caught_by("unused_places_of_a_cache_are_not_felt")
+class ReadsTheWholeBuffer(OfThis):
+    kind = WholeBuffer
 
 
 @wrong_when("caches_do_not_mix")
@@ -423,6 +469,13 @@ class FloatUnderHalfAutocast(Sound):
         y = super().forward(x, context, **given)
         half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
         return y.float() if half else y
+
+
+@caught_by("default_dtype_plays_no_part")
+class FactorInDefaultDtype(Sound):
+    def attend(self, q, k, v, scope):
+        out = dense(q, k, v, scope)
+        return out * torch.ones(1) if out.dtype == torch.float32 else out
 
 
 # What sticks, and what does not travel

@@ -222,6 +222,8 @@ def check_cached_keys_are_detached(make: Maker) -> None:
             for other in others:
                 reached = found[other] is not None and bool(found[other].any())  # type: ignore[union-attr]
                 assert not reached, f"the gradient of piece {number} reaches piece {other}"
+            if attn.redraws:
+                continue  # no other call draws what this one drew
             whole = attn(torch.cat([*(earlier.detach() for earlier in pieces[:number]), piece], dim=1))
             right = gradients(attn, whole[:, -piece.shape[1] :], own=piece)["own"]
             agree(
@@ -256,6 +258,22 @@ def check_caches_do_not_mix(make: Maker) -> None:
             attn(x)
     for (x, _), found in zip(talks, outputs, strict=True):
         agree(torch.cat(found, dim=1), attn(x), "two caches in turn on one module, each against the full pass")
+
+
+def check_unused_places_of_a_cache_are_not_felt(make: Maker) -> None:
+    """What a cache was left with behind its length, be it inf or NaN, changes no output."""
+    for positions in make.positions:
+        attn = _causal(make, positions=positions)
+        x = tokens(attn)
+        right = attn(x)
+        for garbage in (torch.inf, torch.nan):
+            what = f"positions={positions!r}, tokens of {garbage} read and taken back"
+            for forget in ("crop", "reset"):
+                cache = attn.new_cache(size.batch, size.length, rewind=size.length)
+                attn(torch.full_like(x, garbage), cache=cache)
+                cache.crop(0) if forget == "crop" else cache.reset()
+                pieces = (1, size.length // 2, size.length - 1 - size.length // 2)
+                agree(decode(attn, x, pieces, cache), right, f"{what} by {forget}")
 
 
 def check_cached_in_any_dtype(make: Maker) -> None:

@@ -174,6 +174,39 @@ def check_sequences_are_alone(make: Maker) -> None:
             agree(attn(x[one], **alone), y[one], f"sequence {row} alone, {named(given)}")
 
 
+def check_gradient_mode_changes_nothing(make: Maker) -> None:
+    """Whether gradients are recorded, or may ever be, changes no output, that of hidden queries included."""
+    attn = make()
+    x, ends = tokens(attn), some(size.batch, size.length, seed=2)
+    ends[:, -2:] = False  # the last tokens are hidden in every sequence
+    for given in (*mask_combinations(attn), {"key_mask": ends}):
+        y = attn(x.clone().requires_grad_(), **given)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                agree(attn(x, **given), y, f"under {mode.__name__}, {named(given)}, against a call with gradients")
+
+
+def check_hidden_keys_have_no_weight(make: Maker) -> None:
+    """A key that a mask hides has no part in the weights, however low the scores of the visible keys are."""
+    hidden = size.length // 2
+    only_itself = torch.eye(size.length, dtype=torch.bool)
+    for dtype in DTYPES:
+        attn = make(dtype=dtype)
+        x = tokens(attn) * (600 if dtype == torch.float16 else 1e8)
+        other = x.clone()
+        other[:, hidden] = x[:, hidden].flip(-1)
+        rest = torch.arange(size.length) != hidden
+        for shown, mask in (("all others", torch.ones_like(only_itself)), ("itself", only_itself)):
+            mask = mask & rest
+            y, changed = attn(x, mask=mask), attn(other, mask=mask)
+            finite(y, f"{dtype}, scores far from 0")
+            what = f"{dtype}, scores far from 0, each query sees {shown}"
+            same(changed[:, rest], y[:, rest], f"{what}: token {hidden}, which none sees, changed")
+            if shown == "itself" and is_plain(attn):  # else rounding decides which score is the highest
+                right = plain(attn, x, mask=mask).detach()
+                agree(y, right, what, 32 * torch.finfo(dtype).eps * float(right.abs().max()))
+
+
 def check_gradients_go_where_queries_look(make: Maker) -> None:
     """An output depends on the tokens that its query may look at, and on no other."""
     for training in (False, True):
@@ -262,6 +295,7 @@ def _leaving_nothing(attn: Attention) -> list[tuple[str, Masks, Tensor]]:
     ways: list[tuple[str, Masks, Tensor]] = [
         ("some rows of the mask False", {"mask": mask}, rows),
         ("a sequence hidden whole", {"key_mask": key_mask}, sequence),
+        ("a sequence hidden twice", {"key_mask": key_mask, "mask": ~sequence[:, None, None]}, sequence),
     ]
     if not attn.redraws:
         unseen = ~may_look(attn, size.batch, size.length, size.length, hole).any((1, 3))

@@ -100,6 +100,21 @@ def check_documents_are_alone(make: Maker) -> None:
         )
 
 
+def check_marked_tokens_may_be_none_all_or_hidden(make: Maker) -> None:
+    """Sequences may have no marked token, marked ones only, or marked ones that are hidden, in one batch."""
+    attn = make()
+    need(attn, "marked")
+    x, key_mask = tokens(attn), some(size.batch, size.length, seed=2)
+    marked = torch.zeros(size.batch, size.length, dtype=torch.bool)
+    marked[1::3], marked[2::3] = True, ~key_mask[2::3]
+    choices: tuple[Masks, ...] = ({}, {"key_mask": key_mask})
+    for given in choices:
+        what = f"sequences with no, all and hidden tokens marked, {named(given)}"
+        compare(attn, what, x, marked=marked, **given)
+        compare(attn, f"no token marked, {named(given)}", x, marked=torch.zeros_like(marked), **given)
+        compare_gradients(attn, what, {"x": x}, marked=marked, **given)
+
+
 def check_weights_are_those_of_the_pattern(make: Maker) -> None:
     """`weights` gives the weight of each key for each query, of all heads and queries or of chosen ones."""
     for positions in make.positions:
@@ -161,5 +176,7 @@ def _looking_back(make: Maker) -> Iterator[tuple[Attention, str, dict[str, Any]]
     yield make(), "with masks", masks
     yield make(dropout=0.3, training=True), "in training with dropout", {}
     yield make(dropout=0.3, training=True), "in training with dropout and masks", masks
+    all_true = torch.ones(size.batch, size.length, dtype=torch.bool)
+    yield make(dropout=0.3, training=True), "in training with dropout and all tokens real", {"key_mask": all_true}
     for positions in make.positions[1:]:
         yield make(positions=positions), f"with positions={positions!r}", {}

@@ -1,6 +1,7 @@
 """What is random, and when: promises 10 and 11."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     NotApplicable,
     agree,
+    differ,
     gradients,
     need_dropout,
     noise,
@@ -42,26 +44,42 @@ def check_patterns_are_fixed(make: Maker) -> None:
 
 
 def check_random_state_is_left_alone(make: Maker) -> None:
-    """No global random state is read or advanced, in eval nor, without dropout or redraw, in training."""
+    """No global random state is read or advanced, in eval nor, without dropout or redraw, in training; building draws
+    weights from torch's generator and touches no other."""
     for training in (False, True):
+        mode, outputs = "training" if training else "eval", []
         attn = make(training=training, dropout=0.0 if training else 0.3)
         if attn.redraws:
             continue
         x, given = tokens(attn), {"key_mask": some(size.batch, size.length, seed=2)}
-        outputs = []
         for seed in (0, 1):
-            torch.manual_seed(seed)
-            np.random.seed(seed)
-            random.seed(seed)
-            before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+            before = _seeded(seed)
             attn.visible(size.length)
             outputs.append(attn(x, **given))
-            after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-            mode = "training" if training else "eval"
-            assert torch.equal(before[0], after[0]), f"a call in {mode} advanced torch's global random state"
-            assert before[1] == after[1], f"a call in {mode} advanced NumPy's global random state"
-            assert before[2] == after[2], f"a call in {mode} advanced the global state of `random`"
-        same(outputs[0], outputs[1], f"in {'training' if training else 'eval'} under two global seeds")
+            for generator, state in _states().items():
+                assert state == before[generator], f"a call in {mode} advanced the global random state of {generator}"
+        same(outputs[0], outputs[1], f"in {mode} under two global seeds")
+    drawn = []
+    for seed in (0, 1):
+        before = _seeded(seed)
+        make.factory(**make.given({}))
+        for generator in ("NumPy", "random"):
+            assert _states()[generator] == before[generator], f"building changed the random state of {generator}"
+        drawn.append(torch.rand(4))
+    differ(drawn[0], drawn[1], "what torch draws after building under two global seeds: building has seeded it")
+
+
+def _seeded(seed: int) -> dict[str, object]:
+    """All global random states after they were seeded; `run` puts back what they were."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return _states()
+
+
+def _states() -> dict[str, object]:
+    numpy: Any = np.random.get_state()
+    return {"torch": torch.get_rng_state().tolist(), "NumPy": numpy[1].tolist(), "random": random.getstate()}
 
 
 def check_redrawn_patterns(make: Maker) -> None:

@@ -6,16 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.attention import Attention
+from attnzoo.testing.checks.decoding import decode
 from attnzoo.testing.foreign import Foreign, layers_of
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     DTYPES,
+    Masks,
     NotApplicable,
     agree,
     compare,
     compare_gradients,
     finite,
     gradients,
+    same,
     some,
     tokens,
 )
@@ -55,22 +58,25 @@ def check_empty_batch(make: Maker) -> None:
 
 
 def check_one_of_everything(make: Maker) -> None:
-    """One head, one sequence and one token lose no dimension."""
+    """One head, one sequence, one token and heads of one feature lose no dimension."""
+    b, t, e = size.batch, size.length, size.d_model
     for heads, batch, length in (
-        (1, size.batch, size.length),
-        (1, 1, size.length),
+        (1, b, t),
+        (1, 1, t),
         (1, 1, 1),
         (2, 1, 1),
-        (2, size.batch, 1),
+        (2, b, 1),
         (2, 2, 2),
+        (e, b, t),
+        (e, 1, 1),
     ):
         attn = make(num_heads=heads)
-        what = f"{heads} heads, {batch} sequences of {length} tokens"
+        x, what = tokens(attn, length, batch), f"{heads} heads, {batch} sequences of {length} tokens"
         mask = some(batch, heads, length, length, seed=4)
-        compare(attn, what, tokens(attn, length, batch))
-        compare(
-            attn, f"{what}, with masks", tokens(attn, length, batch), mask=mask, key_mask=some(batch, length, seed=2)
-        )
+        compare(attn, what, x)
+        compare(attn, f"{what}, with masks", x, mask=mask, key_mask=some(batch, length, seed=2))
+        if "cache" in attn.supports:
+            agree(decode(attn, x, (1,) * length), attn(x), f"{what}, token by token, against at once")
 
 
 def check_inputs_in_any_layout(make: Maker) -> None:
@@ -104,7 +110,7 @@ def _views(x: Tensor) -> dict[str, Tensor]:
 
 
 def check_fewer_key_value_heads(make: Maker) -> None:
-    """Query head i reads key-value head i // (heads / key-value heads)."""
+    """Query head i reads key-value head i // (heads / key-value heads), in decoding too."""
     if "num_kv_heads" not in make.accepts:
         raise NotApplicable("it has no option num_kv_heads")
     for groups in (1, 2, 3, 6):
@@ -113,6 +119,9 @@ def check_fewer_key_value_heads(make: Maker) -> None:
         attn = make(num_kv_heads=groups)
         assert attn.num_kv_heads == groups, f"num_kv_heads={groups} gives {attn.num_kv_heads}"
         compare(attn, f"num_kv_heads={groups}", tokens(attn))
+        if "cache" in attn.supports:
+            y = decode(attn, tokens(attn), (1,) * size.length)
+            agree(y, attn(tokens(attn)), f"num_kv_heads={groups}, token by token, against at once")
     compare_gradients(make(num_kv_heads=2), "num_kv_heads=2", {"x": tokens(attn)})
 
 
@@ -181,6 +190,28 @@ def check_large_scores_stay_finite(make: Maker) -> None:
     x = tokens(attn) * 600
     finite(attn(x), "float16 scores of about 100000")
     finite(attn(x, key_mask=some(size.batch, size.length, seed=2)), "float16 scores of about 100000, with a key_mask")
+
+
+def check_default_dtype_plays_no_part(make: Maker) -> None:
+    """torch's default dtype changes no output and no dtype, whether it is set before building or after."""
+    before = torch.get_default_dtype()
+    for positions in make.positions:
+        attn = make(dtype=torch.float32, positions=positions)
+        x = tokens(attn)
+        given: Masks = {"key_mask": some(size.batch, size.length, seed=2)}
+        right = attn(x, **given)
+        try:
+            for default in (torch.float64, torch.bfloat16):
+                torch.set_default_dtype(default)
+                what = f"positions={positions!r}, with {default} as torch's default dtype"
+                y = attn(x, **given)
+                assert y.dtype == torch.float32, f"{what}: float32 in gives {y.dtype} out"
+                same(y, right, what)
+                built = make(positions=positions)
+                assert built(tokens(built)).dtype == torch.float64, f"{what}: built so, float64 in is not float64 out"
+                compare(built, f"{what}, set before building", tokens(built), **given)
+        finally:
+            torch.set_default_dtype(before)
 
 
 def check_dtype_is_kept(make: Maker) -> None:

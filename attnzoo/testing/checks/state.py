@@ -43,7 +43,8 @@ def check_calls_change_no_later_call(make: Maker) -> None:
 
 
 def check_no_tensor_is_kept(make: Maker) -> None:
-    """A call leaves no tensor on the module, and its state dict as it was."""
+    """A call leaves no tensor on the module, and its state dict as it was; so does asking for weights or what is
+    visible."""
     attn = make(training=True, dropout=0.1)
     tensors, state = _tensors(attn), {name: tuple(value.shape) for name, value in attn.state_dict().items()}
     for length in (SHORT, LONG, size.length):
@@ -51,10 +52,21 @@ def check_no_tensor_is_kept(make: Maker) -> None:
         attn.eval()(tokens(attn, length), mask=some(length, length, seed=3))
         if "cache" in attn.supports:
             attn(tokens(attn, length), cache=attn.new_cache(size.batch, length))
+        _ask(attn, length)
+        attn.train()
     new = sorted(set(_tensors(attn)) - set(tensors))
     assert not new, f"after calls the module holds tensors that it did not hold before: {', '.join(new)}"
     after = {name: tuple(value.shape) for name, value in attn.state_dict().items()}
     assert after == state, f"calls changed the state dict from {state} to {after}"
+
+
+def _ask(attn: Attention, length: int) -> None:
+    """Asks for all that is there to be asked."""
+    attn.visible(length)
+    if "weights" in attn.supports:
+        weights = attn.weights(tokens(attn, length), key_mask=some(size.batch, length, seed=2))
+        kind = next(attn.parameters()).dtype
+        assert weights.dtype == kind, f"weights of {kind} tokens are {weights.dtype}"
 
 
 def _tensors(attn: Attention) -> list[str]:
@@ -183,6 +195,7 @@ def check_copies_and_pickles(make: Maker) -> None:
     y = attn(tokens(attn), key_mask=some(size.batch, size.length, seed=2))
     if "cache" in attn.supports:
         attn(tokens(attn), cache=attn.new_cache(size.batch, size.length))
+    _ask(attn, size.length)
     for how, twin in (("deepcopy", copy.deepcopy(attn)), ("pickle", pickle.loads(pickle.dumps(attn)))):
         same(twin(tokens(attn), key_mask=some(size.batch, size.length, seed=2)), y, f"after {how}")
         assert twin.supports == attn.supports, f"after {how} it supports {sorted(twin.supports)}"
