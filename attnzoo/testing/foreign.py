@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnzoo.attention import Attention
@@ -18,12 +19,18 @@ class Refused(OptionError, MaskError, CacheError, NotSupportedError):
     """Whatever a module of somebody else's raises: it stands for the error that the contract asks for."""
 
 
+class NotTaken(Refused):
+    """A call with an argument that a module's `forward` does not have: there is nothing to be asked then."""
+
+
 class Foreign(Attention):
     """An nn.Module with the `forward` of an Attention, or a part of it.
 
     What it supports is read from the parameters of its `forward`, less its attribute `without`. Its attribute
     `pattern` (a pattern or a formula) says what its queries may look at; else that is everything, or under causal
-    everything before. What it gives for queries that key_mask hides is not looked at, as nobody does.
+    everything before. Its attribute `close` is the tolerance of float64 comparisons, for a module that computes in
+    float32 whatever its dtype; `backward = False` says that it has none here. What it gives for queries that key_mask
+    hides is not looked at, as nobody does.
 
     Args:
         given: the options it was built with.
@@ -43,6 +50,7 @@ class Foreign(Attention):
         self.dropout, self.positions, self.score = 0.0, given.get("positions", "none"), None
         self.without = frozenset(getattr(module, "without", ()))  # type: ignore[misc]
         self.takes = frozenset(inspect.signature(module.forward).parameters)
+        self.backward = bool(getattr(module, "backward", True))
         self.supports = self._supported() - self.without
         if not hasattr(module, "expected") and not has_usual_layers(self):
             raise OptionError(
@@ -68,8 +76,11 @@ class Foreign(Attention):
 
     def forward(self, x: Tensor, context: Tensor | None = None, **call: Any) -> Tensor:
         given = {name: value for name, value in {"context": context, **call}.items() if value is not None}
+        if missing := [name for name in given if name not in self.takes]:
+            raise NotTaken(f"its forward takes no {' nor '.join(missing)}")
         try:
-            y = self.module(x, **given)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.backward):
+                y = self.module(x, **given)
         except REFUSALS as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
         assert isinstance(y, Tensor), f"forward gives a {type(y).__name__}, and a tensor [b, q, e] is right"

@@ -11,10 +11,10 @@ from torch import nn
 
 from attnzoo.attention import Attention
 from attnzoo.errors import OptionError
-from attnzoo.options import check, options
+from attnzoo.options import check
 from attnzoo.registry import EVERY_VARIANT
 from attnzoo.testing.foreign import REFUSALS, Foreign, Refused
-from attnzoo.testing.size import size
+from attnzoo.testing.size import CLOSE, size
 
 POSITIONS = ("none", "rotary", "alibi")
 
@@ -56,6 +56,11 @@ class Maker:
         return frozenset(inspect.signature(self.factory).parameters)
 
     @property
+    def close(self) -> float:
+        """How far off a result in float64 may be that only took another order of operations."""
+        return float(getattr(self.factory, "close", CLOSE))
+
+    @property
     def positions(self) -> tuple[str, ...]:
         """The kinds of positions that it can be built with."""
         return POSITIONS if "positions" in self.accepts else POSITIONS[:1]
@@ -74,11 +79,7 @@ class Maker:
         return {name: value for name, value in given.items() if name in self.accepts or name not in optional}
 
     def _built(self, given: dict[str, Any]) -> Attention:
-        try:
-            options(self.factory)
-        except OptionError:
-            pass  # not written for us: it need not have a typed signature
-        else:
+        if self._is_ours():  # another's refuses bad options itself, or doesn't: that is asked
             check(self.factory, given)
         try:
             module = self.factory(**given)
@@ -120,7 +121,8 @@ def makers(factory: Callable[..., nn.Module], options: Mapping[str, Any], first:
     for causal in settings:
         make = Maker(factory, rest, causal, first and not found)
         try:
-            make()
+            if make().causal:  # also where nobody could ask for it
+                make = dataclasses.replace(make, causal=True)
         except OptionError as error:  # a setting that it does without, or options that fit nothing
             problem = str(error)
             continue

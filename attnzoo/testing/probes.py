@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo import registry
 from attnzoo.attention import Attention
-from attnzoo.testing.foreign import Foreign, Refused
+from attnzoo.errors import NotSupportedError
+from attnzoo.testing.foreign import Foreign, NotTaken, Refused
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.reference import oracles
-from attnzoo.testing.size import size
+from attnzoo.testing.size import size, sized
 
 Masks = dict[str, Any]  # of a call, by argument
 
-CLOSE = 1e-9  # float64 results that only took another order of operations
 DTYPES = tuple(getattr(torch, name) for name in registry.DTYPES)
 
 Check = Callable[[Maker], None]
@@ -30,9 +30,11 @@ def run(check: Check, make: Maker) -> None:
     """Runs a check with random states of its own, so that it is the same every time and changes nothing outside."""
     others = np.random.get_state(), random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), sized(close=make.close):
             torch.manual_seed(0)
             check(make)
+    except NotTaken as reason:
+        raise NotApplicable(str(reason)) from reason
     finally:
         np.random.set_state(others[0])
         random.setstate(others[1])
@@ -51,6 +53,11 @@ def need(attn: Attention, feature: str) -> None:
 def takes(attn: Attention, argument: str) -> bool:
     """Whether calls may have this argument; all of ours may."""
     return not isinstance(attn, Foreign) or argument in attn.takes
+
+
+def askable(attn: Attention, **given: Any) -> Masks:
+    """Of these arguments, the ones that calls may have."""
+    return {name: value for name, value in given.items() if takes(attn, name)}
 
 
 def need_dropout(make: Maker) -> None:
@@ -92,6 +99,7 @@ def mask_combinations(attn: Attention) -> Iterator[Masks]:
         "mask": [some(length, length, seed=3), some(batch, attn.num_heads, length, length, seed=4)],
     }
     choices |= {name: [given] for name, given in told(attn).items()}
+    choices = {name: masks for name, masks in choices.items() if takes(attn, name)}
     for chosen in itertools.product(*([None, *masks] for masks in choices.values())):
         yield {name: mask for name, mask in zip(choices, chosen, strict=True) if mask is not None}
 
@@ -123,7 +131,7 @@ def compare(
     what: str,
     *inputs: Tensor,
     call: Callable[..., Tensor] | None = None,
-    tolerance: float = CLOSE,
+    tolerance: float | None = None,
     **masks: Any,
 ) -> None:
     """Compares a call with every oracle; `call` is another way to call `attn`."""
@@ -176,8 +184,9 @@ def seeded(attn: Attention, call: Callable[..., Tensor], *inputs: Any, **given: 
     return call(*inputs, **given)
 
 
-def agree(got: Tensor | None, right: Tensor | None, what: str, tolerance: float = CLOSE) -> None:
-    """Fails unless two tensors are equal up to a tolerance, and says where they differ most."""
+def agree(got: Tensor | None, right: Tensor | None, what: str, tolerance: float | None = None) -> None:
+    """Fails unless two tensors are equal up to a tolerance, NaN to NaN, and says where they differ most."""
+    tolerance = size.close if tolerance is None else tolerance
     if got is None or right is None:
         assert got is right, f"{what}: there is {_kind(got)}, and {_kind(right)} is right"
         return
@@ -186,7 +195,8 @@ def agree(got: Tensor | None, right: Tensor | None, what: str, tolerance: float 
         return
     wide = torch.promote_types(torch.promote_types(got.dtype, right.dtype), torch.float32)
     got, right = got.detach().to(wide), right.detach().to(wide)
-    off = (got - right).abs().masked_fill(got == right, 0).nan_to_num(math.inf)
+    equal = (got == right) | (got.isnan() & right.isnan())
+    off = (got - right).abs().masked_fill(equal, 0).nan_to_num(math.inf)
     worst = int(off.argmax())
     place = [int(index) for index in torch.unravel_index(torch.tensor(worst), off.shape)]
     assert off.flatten()[worst] <= tolerance, (
@@ -224,6 +234,10 @@ def refuses(
     """Fails unless a call raises this error, with these words in its message."""
     try:
         call(*inputs, **given)
+    except NotTaken:
+        if error is not NotSupportedError:  # then it could not be asked
+            raise
+        return
     except error as raised:
         message, foreign = str(raised), isinstance(raised, Refused)
     except Exception as raised:
@@ -237,6 +251,8 @@ def refuses(
 
 def gradients(attn: Attention, output: Tensor, **inputs: Tensor) -> dict[str, Tensor | None]:
     """The gradients of inputs and parameters, by name, of a loss in which every output number has its own weight."""
+    if isinstance(attn, Foreign) and not attn.backward:
+        raise NotApplicable("it declares to have no backward here")
     wanted = {**inputs, **dict(attn.named_parameters())}
     loss = (output.double() * noise(*output.shape, seed=9)).sum()
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.attention import Attention
 from attnzoo.scope import Scope
-from attnzoo.testing.foreign import Foreign, has_usual_layers, layers_of, without_hidden
+from attnzoo.testing.foreign import Foreign, NotTaken, has_usual_layers, layers_of, without_hidden
 
 Oracle = Callable[..., Tensor]
 
@@ -120,6 +120,8 @@ def output_of_nothing(attn: Attention, x: Tensor, key_mask: Tensor | None = None
     if has_usual_layers(attn):
         zero = project_out(attn, torch.zeros_like(x))
     else:
+        if isinstance(attn, Foreign) and "mask" not in attn.takes:
+            raise NotTaken("its forward takes no mask, and nothing else says what a query gets that sees nothing")
         nothing = torch.zeros(x.shape[1], x.shape[1], dtype=torch.bool)
         zero = rounded_definition(attn)(torch.zeros_like(x), mask=nothing)
     return without_hidden(zero, key_mask) if isinstance(attn, Foreign) else zero

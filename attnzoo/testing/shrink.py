@@ -1,12 +1,14 @@
 """The smallest input that shows a failure."""
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo.registry import find
+from attnzoo.testing.foreign import Refused
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import Check, NotApplicable, run
 from attnzoo.testing.size import sized
@@ -41,8 +43,10 @@ def _failure(check: Check, make: Maker, sizes: dict[str, int]) -> tuple[str, str
         if not sizes or _holds(check, sound):
             try:
                 run(check, watched)
-            except AssertionError as error:
+            except (AssertionError, Refused) as error:
                 return str(error), as_code(watched)
+            except NotApplicable:
+                pass
             except Exception:
                 pass
     return "", ""
@@ -69,12 +73,26 @@ def as_code(make: Maker) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})({', '.join(call)})"
 
 
+def _is_noise(value: Tensor) -> bool:
+    """Whether its numbers mean nothing: finite ones of ordinary size, no two of which are equal."""
+    if value.is_meta or type(value) not in (Tensor, torch.nn.Parameter):  # it has none
+        return True
+    numbers = value.detach().flatten().double()
+    return bool(numbers.isfinite().all() and (numbers.abs() < 100).all() and len(numbers.unique()) == len(numbers) > 1)
+
+
 def _tensor(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value) if value is None else f"<{type(value).__name__}>"
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):  # inside vmap or grad: it has no numbers
+        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
     if value.is_floating_point():
         kind = "" if value.dtype == torch.float64 else f", dtype={value.dtype}"
+        kind += ', device="meta"' if value.is_meta else ""
+        if value.numel() <= SHOWN and not _is_noise(value):
+            numbers = re.sub(r"-?\b(inf|nan)\b", lambda found: f'float("{found[0]}")', str(value.tolist()))
+            return f"torch.tensor({numbers}{kind})"
         return f"torch.randn({', '.join(map(str, value.shape))}{kind})"
-    if value.numel() > SHOWN:
+    if value.numel() > SHOWN or type(value) is not Tensor:
         return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
     return f"torch.tensor({value.tolist()})"

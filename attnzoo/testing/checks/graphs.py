@@ -15,6 +15,7 @@ from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     NotApplicable,
     agree,
+    askable,
     compare_with_fresh,
     gradients,
     refuses,
@@ -56,9 +57,10 @@ def check_exports(make: Maker) -> None:
     with _compiler():
         program = _exported(attn)
         for length in (2, 3, size.length, 33, 70):
-            x, key_mask = tokens(attn, length), some(size.batch, length, seed=5)
-            y, right = program(x, key_mask=key_mask), attn(x, key_mask=key_mask)
-            agree(y[key_mask], right[key_mask], f"exported at {size.length} tokens, called with {length}")
+            x, real = tokens(attn, length), some(size.batch, length, seed=5)
+            given = askable(attn, key_mask=real)
+            y, right = program(x, **given), attn(x, **given)
+            agree(y[real], right[real], f"exported at {size.length} tokens, called with {length}")
     compare_with_fresh(attn, make, "after it was exported")
 
 
@@ -82,8 +84,8 @@ def check_samples_have_gradients_of_their_own(make: Maker) -> None:
 
 
 def _exported(attn: Attention) -> torch.nn.Module:
-    length, given = torch.export.Dim("length", min=2), {"key_mask": some(size.batch, size.length, seed=2)}
-    shapes = {"x": {1: length}, "key_mask": {1: length}}
+    length, given = torch.export.Dim("length", min=2), askable(attn, key_mask=some(size.batch, size.length, seed=2))
+    shapes = {name: {1: length} for name in ("x", *given)}
     return torch.export.export(bare(attn), (tokens(attn),), given, dynamic_shapes=shapes).module()
 
 

@@ -13,6 +13,7 @@ from attnzoo.testing.probes import (
     Masks,
     NotApplicable,
     agree,
+    askable,
     compare,
     compare_gradients,
     documents_of,
@@ -50,6 +51,7 @@ def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
             {"key_mask": some(size.batch, size.length, seed=2), "mask": some(size.length, size.length, seed=3)},
         ):
             attn = make(positions=positions, training=True)
+            given = askable(attn, **given)
             what = f"positions={positions!r}, with {' and '.join(given) or 'no masks'}"
             compare_gradients(attn, what, {"x": tokens(attn)}, **given)
 
@@ -65,7 +67,8 @@ def check_cross_attention(make: Maker) -> None:
         x, context, values = tokens(attn, queries), tokens(attn, keys, seed=6), tokens(attn, keys, seed=7)
         key_mask, mask = some(size.batch, keys, seed=2), some(size.batch, attn.num_heads, queries, keys, seed=4)
         masks: list[dict[str, Any]] = [{}, {"key_mask": key_mask}, {"mask": mask}]
-        for given in (*masks, {"key_mask": key_mask, "mask": mask[0, 0]}):
+        masks.append({"key_mask": key_mask, "mask": mask[0, 0]})
+        for given in (given for given in masks if all(takes(attn, name) for name in given)):
             what = f"{queries} queries over a context of {keys}, with {' and '.join(given) or 'no masks'}"
             compare(attn, what, x, context, **given)
             if takes(attn, "values"):
@@ -171,6 +174,7 @@ def _looking_back(make: Maker) -> Iterator[tuple[Attention, str, dict[str, Any]]
     """A causal module in each dtype, with masks, with dropout, with positions."""
     need(make(), "causal")
     masks = {"key_mask": some(size.batch, size.length, seed=2), "mask": some(size.length, size.length, seed=3)}
+    masks = askable(make(), **masks)
     for dtype in DTYPES:
         yield make(dtype=dtype), "in eval", {}
     yield make(), "with masks", masks

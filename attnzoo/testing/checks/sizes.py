@@ -14,6 +14,7 @@ from attnzoo.testing.probes import (
     Masks,
     NotApplicable,
     agree,
+    askable,
     compare,
     compare_gradients,
     finite,
@@ -50,7 +51,8 @@ def check_empty_batch(make: Maker) -> None:
     """An empty batch gives an empty output, and zero gradients."""
     attn = make(training=True)
     x = tokens(attn, batch=0).requires_grad_()
-    for given in ({}, {"key_mask": some(0, size.length, seed=2), "mask": some(size.length, size.length, seed=3)}):
+    masks = askable(attn, key_mask=some(0, size.length, seed=2), mask=some(size.length, size.length, seed=3))
+    for given in ({}, masks):
         y = attn(x, **given)
         assert list(y.shape) == list(x.shape), f"an input {list(x.shape)} gives {list(y.shape)}"
         for name, gradient in gradients(attn, y, x=x).items():
@@ -72,9 +74,9 @@ def check_one_of_everything(make: Maker) -> None:
     ):
         attn = make(num_heads=heads)
         x, what = tokens(attn, length, batch), f"{heads} heads, {batch} sequences of {length} tokens"
-        mask = some(batch, heads, length, length, seed=4)
+        mask, key_mask = some(batch, heads, length, length, seed=4), some(batch, length, seed=2)
         compare(attn, what, x)
-        compare(attn, f"{what}, with masks", x, mask=mask, key_mask=some(batch, length, seed=2))
+        compare(attn, f"{what}, with masks", x, **askable(attn, mask=mask, key_mask=key_mask))
         if "cache" in attn.supports:
             agree(decode(attn, x, (1,) * length), attn(x), f"{what}, token by token, against at once")
 
@@ -89,8 +91,9 @@ def check_inputs_in_any_layout(make: Maker) -> None:
         _views(some(size.batch, 1, size.length, seed=2)),
     )
     for (name, mask), key_mask in zip(views[0].items(), views[1].values(), strict=True):
-        y = attn(tokens(attn), mask=mask, key_mask=key_mask[:, 0])
-        right = attn(tokens(attn), mask=mask.contiguous(), key_mask=key_mask[:, 0].contiguous())
+        masks = askable(attn, mask=mask, key_mask=key_mask[:, 0])
+        y = attn(tokens(attn), **masks)
+        right = attn(tokens(attn), **{kind: given.contiguous() for kind, given in masks.items()})
         agree(y, right, f"the masks are {name}, against copies")
     if "cross" in attn.supports:
         for name, view in _views(tokens(attn, size.context)).items():
@@ -229,7 +232,7 @@ def check_dtype_is_kept(make: Maker) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         x = tokens(attn).requires_grad_()
         with torch.autocast("cpu", dtype):
-            y = attn(x, mask=some(size.length, size.length, seed=3))
+            y = attn(x, **askable(attn, mask=some(size.length, size.length, seed=3)))
         assert y.dtype == dtype, f"under {dtype} autocast the output is {y.dtype}"
         for name, gradient in gradients(attn, y, x=x).items():
             finite(gradient, f"under {dtype} autocast: gradient of {name}")
