@@ -273,7 +273,7 @@ CHANGES = [
     _change(
         "padding of a block is seen", LOCAL,
         "kernels.blocks:_visible", ".sees(*places) & real", ".sees(*places)",
-        "kernels.blocks:_parts", "(filled_up | ~covered)", "(~covered)",
+        "kernels.blocks:_table", "(filled_up | ~covered)", "(~covered)",
         caught=("output_is_what_the_pattern_says",),
     ),
     # Numbers
@@ -321,7 +321,9 @@ CHANGES = [
     ),
     _change(
         "rotary turned the other way for keys", GQA,
-        "attention:Attention._open", 'rotate(entries["keys"], positions)', 'rotate(entries["keys"], -positions)',
+        "attention:Attention._open",
+        "rotate(x, positions, self.head_dim) for x",
+        "rotate(x, positions * (1 if x is q else -1), self.head_dim) for x",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(

@@ -69,6 +69,8 @@ class Redrawn(Drawn):
 class TopKeys(Sound):
     """Sound, and what it sees depends on content: for each query the three keys of the highest scores."""
 
+    without = frozenset({"export"})  # how many keys there are to choose from depends on the length
+
     def visible_for(self, q, k, scope):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = (q.double() @ k.double().mT).masked_fill(~scope.visible(), -torch.inf)
@@ -86,7 +88,8 @@ class Linear(Sound):
     def attend(self, q, k, v, scope):
         wide = torch.promote_types(q.dtype, torch.float32)
         group = q.shape[1] // k.shape[1]
-        q, k, v = q.to(wide), k.to(wide).repeat_interleave(group, 1), v.to(wide).repeat_interleave(group, 1)
+        q = q.to(wide)
+        k, v = (x.to(wide)[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
         weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).masked_fill(~scope.visible(), 0)
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
         return (F.dropout(weights, scope.dropout) @ v).to(self.q_proj.weight.dtype)
