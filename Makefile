@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint wheel docs mutants
+.PHONY: train test lint wheel docs mutants conformance
 
 train: .venv/installed
 	$(BIN)/attnzoo train recipes/bigbird.yaml
@@ -21,6 +21,10 @@ lint: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/write.py
+
+conformance: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[conformance]'
+	$(BIN)/python docs/conformance/write.py
 
 mutants: .venv/installed
 	$(BIN)/python -m tests.mutants.matrix

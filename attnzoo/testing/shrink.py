@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.registry import find
+from attnzoo.testing.checks.graphs import check_compiles, check_exports
 from attnzoo.testing.foreign import Refused
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import Check, NotApplicable, run
@@ -26,7 +27,7 @@ def smallest(check: Check, make: Maker) -> tuple[str, str]:
     """What the check says at the smallest sizes at which it still fails, and the call that it failed with, as code."""
     sizes: dict[str, int] = {}
     message, line = _failure(check, make, sizes)
-    for steps in LADDER.values():
+    for steps in LADDER.values() if check not in (check_compiles, check_exports) else ():  # a compiler takes its time
         for step in steps:
             smaller, call = _failure(check, make, {**sizes, **step})
             if smaller:
