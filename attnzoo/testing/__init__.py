@@ -1,6 +1,7 @@
 """The contract that every variant keeps, for ours and for yours."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 Factory = Callable[..., nn.Module]
+SHRINKING_S = 60.0  # spent on smallest inputs; a module that breaks everything has been told enough by then
 
 
 def check_variant(variant: str | Factory, expected_failures: Mapping[str, str] | None = None, **options: Any) -> Report:
@@ -58,12 +60,15 @@ def run_checks(variant: str | Factory, expected_failures: Mapping[str, str] | No
     excuses = _known(expected_failures)
     outcomes: list[Outcome] = []
     shown: set[str] = set()
+    spent = 0.0
     for promise, check, make in cases(variant, options):
         outcome = _outcome(promise, check, make, excuses.get(check.__name__, ""))
-        if outcome.status == "failed" and check.__name__ not in shown:
+        if outcome.status == "failed" and check.__name__ not in shown and spent < SHRINKING_S:
+            started = time.perf_counter()
             shown.add(check.__name__)
             message, line = smallest(check, make)
             outcome = dataclasses.replace(outcome, detail=message or outcome.detail, smallest=line)
+            spent += time.perf_counter() - started
         outcomes.append(outcome)
     return Report(variant if isinstance(variant, str) else variant.__qualname__, tuple(outcomes), excuses)
 

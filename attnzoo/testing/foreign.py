@@ -12,7 +12,7 @@ from attnzoo.cache import Cache
 from attnzoo.errors import CacheError, MaskError, NotSupportedError, OptionError
 from attnzoo.patterns import Causal, Full, Pattern, parse
 
-REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError, KeyError, IndexError)
+REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, KeyError, IndexError, ArithmeticError)
 
 
 class Refused(OptionError, MaskError, CacheError, NotSupportedError):

@@ -112,9 +112,15 @@ def makers(factory: Callable[..., nn.Module], options: Mapping[str, Any], first:
     Raises:
         OptionError: it builds in none.
     """
+    taken = inspect.signature(factory).parameters
+    if missing := {"d_model", "num_heads"} - {*taken}:
+        raise OptionError(
+            f"{getattr(factory, '__name__', factory)} does not take {' nor '.join(sorted(missing))}, and the contract "
+            "builds every module with d_model and num_heads: put it into a class of a few lines that does"
+        )
     rest = {name: value for name, value in options.items() if name != "causal"}
     settings = [options["causal"]] if "causal" in options else [True, False]
-    if "causal" not in inspect.signature(factory).parameters:
+    if "causal" not in taken:
         settings = [False]
     found: list[Maker] = []
     problem = ""

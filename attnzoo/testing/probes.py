@@ -69,7 +69,12 @@ def need_dropout(make: Maker) -> None:
 def tokens(attn: Attention, length: int | None = None, batch: int | None = None, seed: int = 1) -> Tensor:
     """Tokens [b, t, e] in the dtype of the module."""
     length, batch = size.length if length is None else length, size.batch if batch is None else batch
-    return noise(batch, length, attn.d_model, seed=seed).to(next(attn.parameters()).dtype)
+    return noise(batch, length, attn.d_model, seed=seed).to(dtype_of(attn))
+
+
+def dtype_of(attn: Attention) -> torch.dtype:
+    """The dtype of a module; float64 where it has no parameters."""
+    return next((parameter.dtype for parameter in attn.parameters()), torch.float64)
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -254,6 +259,8 @@ def gradients(attn: Attention, output: Tensor, **inputs: Tensor) -> dict[str, Te
     if isinstance(attn, Foreign) and not attn.backward:
         raise NotApplicable("it declares to have no backward here")
     wanted = {**inputs, **dict(attn.named_parameters())}
+    if not wanted:
+        return {}
     loss = (output.double() * noise(*output.shape, seed=9)).sum()
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
 

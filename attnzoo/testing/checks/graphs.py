@@ -1,6 +1,7 @@
 """That modules can be compiled, exported, and mapped over samples: the rest of promise 15."""
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 
@@ -85,7 +86,8 @@ def check_samples_have_gradients_of_their_own(make: Maker) -> None:
 
 def _exported(attn: Attention) -> torch.nn.Module:
     length, given = torch.export.Dim("length", min=2), askable(attn, key_mask=some(size.batch, size.length, seed=2))
-    shapes = {name: {1: length} for name in ("x", *given)}
+    first = next(iter(inspect.signature(bare(attn).forward).parameters))
+    shapes = {name: {1: length} for name in (first, *given)}
     return torch.export.export(bare(attn), (tokens(attn),), given, dynamic_shapes=shapes).module()
 
 

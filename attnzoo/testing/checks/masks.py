@@ -235,6 +235,7 @@ def check_gradients_go_where_queries_look(make: Maker) -> None:
         felt = torch.empty_like(seen)
         for query in range(size.length):
             (gradient,) = torch.autograd.grad(y[:, query].square().sum(), x, retain_graph=True)
+            finite(gradient, f"gradient of query {query}")
             felt[:, query] = (gradient != 0).any(-1)
         mode = "in training" if training else "in eval"
         _none(

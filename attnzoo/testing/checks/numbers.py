@@ -17,6 +17,7 @@ from attnzoo.testing.probes import (
     compare,
     compare_gradients,
     documents_of,
+    dtype_of,
     gradients,
     named,
     need,
@@ -146,7 +147,7 @@ def check_weights_are_those_of_the_pattern(make: Maker) -> None:
 def check_later_tokens_change_nothing(make: Maker) -> None:
     """Under causal, later tokens can hold any finite value and no earlier output changes by a bit."""
     for attn, how, given in _looking_back(make):
-        dtype = next(attn.parameters()).dtype
+        dtype = dtype_of(attn)
         x, later = tokens(attn), size.length // 2
         other = noise(size.batch, size.length - later, attn.d_model, seed=8)
         y = seeded(attn, attn, x, **given)

@@ -16,6 +16,7 @@ from attnzoo.testing.probes import (
     agree,
     askable,
     compare_with_fresh,
+    dtype_of,
     finite,
     gradients,
     need,
@@ -66,7 +67,7 @@ def _ask(attn: Attention, length: int) -> None:
     attn.visible(length)
     if "weights" in attn.supports:
         weights = attn.weights(tokens(attn, length), key_mask=some(size.batch, length, seed=2))
-        kind = next(attn.parameters()).dtype
+        kind = dtype_of(attn)
         assert weights.dtype == kind, f"weights of {kind} tokens are {weights.dtype}"
 
 
