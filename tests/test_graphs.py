@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.study
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_compiles_and_exports(setting):
     for check in ("check_compiles", "check_exports"):
@@ -30,7 +30,9 @@ def test_every_setting_compiles_and_exports(setting):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # what the compiler warns of
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [name if name == "local" else pytest.param(name, marks=pytest.mark.study) for name in VARIANTS]
+)
 def test_compiled_code_gives_the_same(name):
     attn = attnzoo.build(name, 24, 6, **{**attnzoo.find(name).examples[0], "causal": True})
     torch.compiler.reset()
