@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from attnzoo.kernels.blocks import _remembered
 from attnzoo.kernels.fused import fused
 from tests.mutants.mutant import Mutant
 from tests.mutants.sound import Marking
@@ -57,6 +58,8 @@ def _made(places: dict[str, list[tuple[str, str]]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place, texts in places.items():
             stack.enter_context(_changed(place, texts))
+        stack.callback(_remembered.cache_clear)
+        _remembered.cache_clear()
         yield
 
 
