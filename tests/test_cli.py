@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +193,15 @@ def test_a_broken_promise_is_status_1_and_advice(run, one_promise, somewhere):
     status, out, _ = run("check", "broken.py:Broken", "--json")
     assert status == 1
     assert "failed" in {outcome["status"] for outcome in json.loads(out)}
+
+
+def test_a_file_of_a_package_is_imported_under_its_full_name(run, one_promise, somewhere):
+    assert run("check", str(Path(attnzoo.__file__).with_name("variants") / "mqa.py") + ":mqa")[0] == 0
+    (somewhere / "pack").mkdir()
+    (somewhere / "pack" / "__init__.py").write_text("")
+    (somewhere / "pack" / "base.py").write_text("from attnzoo.variants.vanilla import Vanilla\n")
+    (somewhere / "pack" / "mine.py").write_text("from .base import Vanilla\n\n\nclass Mine(Vanilla):\n    pass\n")
+    assert run("check", "pack/mine.py:Mine")[0] == 0
 
 
 def test_what_can_not_be_checked_is_refused(run, somewhere):

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,21 +49,30 @@ def load(source: str) -> Callable[..., Any]:
     """The object that `package.module:Object` or `file.py:Object` stands for."""
     where, _, attribute = source.rpartition(":")
     try:
-        if where.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # as an import does; some decorators look there
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
+        module = imported(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         found = getattr(module, attribute)
     except (Exception, SystemExit) as error:
         raise UnknownVariantError(f"{source} can't be imported: {type(error).__name__}: {error}") from error
     if not inspect.isclass(found) and not inspect.isfunction(found):
         raise UnknownVariantError(f"{source} is a {type(found).__name__}, not a class or a function")
     return found
+
+
+def imported(file: Path) -> ModuleType:
+    """A file as a module: by its full name where it lies in a package, so that it is not imported twice."""
+    name, folder = file.stem, file.resolve().parent
+    while (folder / "__init__.py").exists():
+        name, folder = f"{folder.name}.{name}", folder.parent
+    if "." in name:
+        sys.path.insert(0, str(folder))
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as an import does; some decorators look there
+    spec.loader.exec_module(module)
+    return module
 
 
 def advice(report: "Report") -> str:
