@@ -113,7 +113,7 @@ class OneColumnTaken(Sound):
 class GradientToAll(Sound):
     def forward(self, x, context=None, *, key_mask=None, mask=None, **given):
         y = super().forward(x, context, key_mask=key_mask, mask=mask, **given)
-        if key_mask is None or mask is None or mask.dim() == 2:
+        if key_mask is None or mask is None or mask.dim() == 2 or mask.shape[1] == 1:
             return y
         return y + (x - x.detach()).mean((0, 1))
 
@@ -457,7 +457,7 @@ class LargeScoresRounded(Sound):
 @caught_by("large_scores_stay_finite")
 class LargeScoresOverflow(Sound):
     def attend(self, q, k, v, scope):
-        if q.dtype != torch.float16 or self.causal or not q.numel():
+        if q.dtype != torch.float16 or self.causal or not q.numel() or not scope.pattern_alone:
             return dense(q, k, v, scope)
         largest = q.detach().float().abs().amax() * k.detach().float().abs().amax()
         return dense(q, k, v, scope) + largest.half() * 0
@@ -527,7 +527,7 @@ class TableOfTheMetaDevice(Sound):
 class ScalesInPlace(Sound):
     def forward(self, x, context=None, **given):
         y = super().forward(x, context, **given)
-        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        if self.training and not torch.is_grad_enabled():
             x += 1
         return y
 
