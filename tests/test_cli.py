@@ -175,7 +175,11 @@ def test_check_shows_each_promise(run, one_promise):
     outcomes = json.loads(out)
     assert status == 0
     assert {outcome["status"] for outcome in outcomes} == {"held"}
-    assert set(outcomes[0]) == {"promise", "check", "setting", "status", "asked", "detail", "smallest"}
+    assert set(outcomes[0]) == {
+        "variant", "promise", "check", "setting", "status", "asked", "detail", "smallest",
+    }  # fmt: skip
+    status, out, _ = run("check", "mqa", "vanilla")
+    assert (status, out.count("the contract holds")) == (0, 2)
 
 
 def test_a_broken_promise_is_status_1_and_advice(run, one_promise, somewhere):

@@ -20,6 +20,20 @@ SETTINGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore")  # what the compiler warns of
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_of_a_compiled_module_are_the_same(name):
+    attn = attnzoo.build(name, 24, 6, **{**attnzoo.find(name).examples[0], "causal": True}).double()
+    torch.compiler.reset()
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+    for length in (5, 9, 1):
+        x = torch.randn(2, length, 24, dtype=torch.float64, requires_grad=True)
+        wanted = [x, *attn.parameters()]
+        found, right = (torch.autograd.grad(call(x).square().sum(), wanted) for call in (compiled, attn))
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 @pytest.mark.study
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_compiles_and_exports(setting):

@@ -19,27 +19,41 @@ if TYPE_CHECKING:
 
 
 def check(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A variant, package.module:Object or file.py:Object.")],
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Variants, package.module:Object or file.py:Object.")
+    ],
     json: Json = False,
 ) -> None:
-    """Check that a variant keeps what every variant promises."""
+    """Check that variants, or anybody's modules, keep what every variant promises."""
+    reports = []
+    for name in names:
+        reports.append(report_of(name))
+        if not json:
+            print(reports[-1])
+            print(advice(reports[-1]), end="", flush=True)
+    if json:
+        write_json(
+            [
+                {"variant": report.name, **{key: getattr(outcome, key) for key in FIELDS}}
+                for report in reports
+                for outcome in report.outcomes
+            ]
+        )
+    if not all(report.passed for report in reports):
+        raise typer.Exit(1)
+
+
+def report_of(name: str) -> "Report":
     from attnzoo import testing
 
     subject = load(name) if ":" in name else name
     try:
-        report = testing.run_checks(subject)
+        return testing.run_checks(subject)
     except OptionError as error:
         raise OptionError(
             f"{name}: {error}. The contract needs small options to build it with: "
             'give it an attribute such as examples = ({"radius": 2},)'
         ) from error
-    if json:
-        write_json([{key: getattr(outcome, key) for key in FIELDS} for outcome in report.outcomes])
-    else:
-        print(report)
-        print(advice(report), end="")
-    if not report.passed:
-        raise typer.Exit(1)
 
 
 FIELDS = ("promise", "check", "setting", "status", "asked", "detail", "smallest")

@@ -255,14 +255,16 @@ def refuses(
 
 
 def gradients(attn: Attention, output: Tensor, **inputs: Tensor) -> dict[str, Tensor | None]:
-    """The gradients of inputs and parameters, by name, of a loss in which every output number has its own weight."""
+    """The gradients of inputs and parameters, by name, of a loss in which every output number has its own weight; an
+    output may be asked more than once."""
     if isinstance(attn, Foreign) and not attn.backward:
         raise NotApplicable("it declares to have no backward here")
     wanted = {**inputs, **dict(attn.named_parameters())}
     if not wanted:
         return {}
     loss = (output.double() * noise(*output.shape, seed=9)).sum()
-    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True), strict=True))
+    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, retain_graph=True)
+    return dict(zip(wanted, found, strict=True))
 
 
 def _kind(value: Tensor | None) -> str:

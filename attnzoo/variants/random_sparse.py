@@ -18,8 +18,7 @@ TILE = 64  # tokens a block of the kernel where the drawn blocks are too small f
     "random_sparse",
     examples=(
         {"keys": 4, "block": 2},
-        {"ratio": 0.3, "seed": 3, "num_kv_heads": 2},
-        {"keys": 3, "redraw": True},
+        {"ratio": 0.3, "seed": 3, "num_kv_heads": 2, "redraw": True},
         {"keys": 2, "train_only": True},
     ),
 )

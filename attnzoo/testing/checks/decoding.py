@@ -78,7 +78,7 @@ def check_cached_with_masks(make: Maker) -> None:
     for positions in make.positions:
         attn = _causal(make, positions=positions)
         x = tokens(attn)
-        for given in mask_combinations(attn):
+        for given in list(mask_combinations(attn))[0 if positions == "none" else -3 :]:
             right = attn(x, **given)
             for pieces in _pieces()[1::3]:
                 what = f"positions={positions!r}, {named(given)}, read in pieces of {pieces}, against at once"

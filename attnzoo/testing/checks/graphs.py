@@ -18,7 +18,6 @@ from attnzoo.testing.probes import (
     agree,
     askable,
     compare_with_fresh,
-    gradients,
     refuses,
     some,
     tokens,
@@ -29,21 +28,17 @@ LENGTHS = (5, 2, 3, 4, 8, 11, 16, 33, 70, 1)  # the first is no other size, whic
 
 
 def check_compiles(make: Maker) -> None:
-    """`torch.compile(fullgraph=True)` gives the same at ten lengths, forward and backward, and nothing of it sticks."""
+    """`torch.compile(fullgraph=True)` gives the same at ten lengths, and nothing of it sticks."""
     if not make.first:
         raise NotApplicable("it is asked of one setting of each variant")
     attn = make()
-    with _compiler():
+    with _compiler(), torch.no_grad():
         compiled = torch.compile(bare(attn), fullgraph=True, backend="aot_eager")
         for length in LENGTHS:
-            x = tokens(attn, length).requires_grad_()
+            x = tokens(attn, length)
             if length > 1:
                 torch._dynamo.mark_dynamic(x, 1)
-            y, right = compiled(x), attn(x)
-            agree(y, right, f"compiled, {length} tokens, against the module itself")
-            wanted = gradients(attn, right, x=x)
-            for name, gradient in gradients(attn, y, x=x).items():
-                agree(gradient, wanted[name], f"compiled, {length} tokens: gradient of {name}")
+            agree(compiled(x), attn(x), f"compiled, {length} tokens, against the module itself")
     compare_with_fresh(attn, make, "after it was compiled")
 
 
