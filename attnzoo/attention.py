@@ -56,7 +56,11 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.projection = projection
+        if causal and pattern.decodes and not pattern.causal:
+            raise OptionError(f"{pattern} hides all later tokens but marked ones: causal=True would hide those too")
         self.pattern = pattern & Causal() if causal and not pattern.causal else pattern
+        if self.pattern.decodes and not self.pattern.causal:
+            self.without = self.without | {"causal"}  # type: ignore[misc]
         self.dropout = share("dropout", dropout)
         self.positions = choice("positions", positions, ("none", "rotary", "alibi"))
         if positions == "rotary" and projection.head_dim % 2:
@@ -335,7 +339,8 @@ def attend(
     Full and causal patterns go through torch's fused attention, all others through blocks of `block` keys.
 
     Args:
-        key_mask: [b, k], True = a real token; what hidden keys and values hold cannot be felt.
+        key_mask: [b, k], True = a real token; what hidden keys and values hold cannot be felt. Hidden queries are
+            computed as they are: zero them first where they may hold NaN.
         mask: [q, k], or 4-D and broadcasting to [b, h, q, k], True = may look.
         documents: [b, k], whole numbers; only equal ones see each other.
         marked: [b, k], True = a token that the pattern treats specially, as `Marked` does.
@@ -357,6 +362,8 @@ def attend(
         raise InputError(f"pattern must be a pattern, such as Local(128) & Causal(), not {pattern!r}")
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise InputError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
+    if marked is not None and not pattern.marks:
+        raise NotSupportedError(f"{pattern} treats no token specially: join Marked() to it")
     if documents is not None and not pattern.relative:
         raise NotSupportedError(f"{pattern} knows places of the whole sequence, so that documents can't start anew")
     if queries > keys and pattern != Full():

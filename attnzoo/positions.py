@@ -18,8 +18,8 @@ def count_visible(length: int, key_mask: Tensor | None, documents: Tensor | None
     order = documents.argsort(dim=-1, stable=True)  # brings the tokens of a document together, in their order
     grouped, visible = documents.gather(-1, order), key_mask.gather(-1, order).long()
     before = visible.cumsum(-1) - visible
-    opens = torch.ones_like(grouped, dtype=torch.bool)
-    opens[:, 1:] = grouped[:, 1:] != grouped[:, :-1]
+    first = torch.arange(length, device=device) == 0
+    opens = first | (grouped != grouped.roll(1, -1))
     start = before.masked_fill(~opens, 0).cummax(-1).values
     return torch.empty_like(before).scatter_(-1, order, before - start)
 

@@ -195,7 +195,10 @@ def supports(factory: Callable[..., Any]) -> frozenset[str]:
 
 
 def _made(factory: Callable[..., Any], given: Mapping[str, Any], label: str) -> Any:
-    module = factory(**given)
+    try:
+        module = factory(**given)
+    except SystemExit as error:
+        raise UnknownVariantError(f"'{label}' ends the program where it is built, with {error}") from error
     if not hasattr(module, "supports"):
         raise UnknownVariantError(f"'{label}' makes a {type(module).__name__}, not an attnzoo.Attention")
     return module
@@ -221,7 +224,9 @@ def _load(point: EntryPoint) -> Callable[..., Any]:
     try:
         factory = point.load()
         options(factory)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and what test runners skip with
         reason = f"{type(error).__name__}: {error}"
         raise UnknownVariantError(f"variant '{point.name}' of {_origin(point)} can't be imported: {reason}") from error
     return factory

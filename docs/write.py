@@ -1,5 +1,6 @@
 """Writes docs/variants.md from the registry and docs/contract.md from the checks: `make docs`."""
 
+import re
 from pathlib import Path
 
 import attnzoo
@@ -45,8 +46,10 @@ Any `nn.Module` can be checked whose constructor takes `d_model` and `num_heads`
 these arguments or some of them. What it supports is read from that signature, less its own `without`. It says what is
 right by a method `expected(x, ...)` that computes plainly what `forward` must give, or by projections named `q_proj
 k_proj v_proj out_proj` (or `qkv_proj out_proj`), and by an attribute `pattern` where its queries see less than
-everything. Any error it raises counts as the one that the contract asks for, and what it gives for hidden queries is
-not looked at.
+everything. It may also have `examples` of small options, `new_cache(batch_size, max_length)` whose result counts its
+tokens in `length`, `close` (how near to float64 it computes, where that is not 1e-9) and `backward = False` where it
+has none. Any error it raises counts as the one that the contract asks for, and what it gives for hidden queries is not
+looked at.
 
 ## The promises
 
@@ -84,7 +87,7 @@ def variants_page() -> str:
     lines.append("")
     for name, one in told.items():
         own = [str(option) for option in one.options if option.name not in ("d_model", "num_heads", *EVERYWHERE)]
-        lines += [f"## {name}", "", one.text.partition("Args:")[0].strip(), ""]
+        lines += [f"## {name}", "", re.split(r"\n\s*(?=Args:|Raises:|Source:|Cost:)", one.text)[0].strip(), ""]
         lines += ["```", *own, "```", ""] if own else []
         lines += [
             f"Source: {one.source}",

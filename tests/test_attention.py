@@ -328,3 +328,11 @@ def test_the_queries_of_global_tokens_alone_use_the_global_projections():
         assert torch.equal((after != before).any(-1), marked), name
     y = attention(x)  # where none is global they still get a gradient, of 0
     assert not any(grad.any() for grad in torch.autograd.grad(y.sum(), [*attention.parameters()][8:]))
+
+
+def test_what_would_be_ignored_is_refused():
+    with pytest.raises(OptionError, match="hides all later tokens but marked ones"):
+        attnzoo.build("sparse", 8, 2, pattern="Causal() | Marked()", causal=True)
+    q, marked = torch.randn(1, 2, 5, 4), torch.ones(1, 5, dtype=torch.bool)
+    with pytest.raises(NotSupportedError, match="join Marked"):
+        attnzoo.attend(q, q, q, attnzoo.Local(1), marked=marked)

@@ -192,7 +192,7 @@ def test_a_broken_promise_is_status_1_and_advice(run, one_promise, somewhere):
         "check_true_means_may_look (causal=False, and in 1 more) asked: True in a mask means that a query may" in told
     )
     assert "found: " in told
-    assert "try: Broken(d_model=2, num_heads=1, causal=False)(torch.randn(" in told
+    assert "try: Broken(d_model=2, num_heads=1, causal=False).eval()(torch.randn(" in told
     assert "pytest --pdb" in out
     status, out, _ = run("check", "broken.py:Broken", "--json")
     assert status == 1

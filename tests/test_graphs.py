@@ -57,6 +57,19 @@ def test_compiled_code_gives_the_same(name):
 
 
 @pytest.mark.filterwarnings("ignore")  # what the exporter warns of
+@pytest.mark.parametrize("name", attnzoo.list_variants(supports="documents"))
+def test_documents_and_rotary_positions_export_at_every_length(name):
+    attn = attnzoo.build(name, 24, 6, **attnzoo.find(name).examples[-1], positions="rotary", causal=True).eval()
+    length, ids = torch.export.Dim("length", min=2), torch.arange(40)[None] // 3
+    shapes = {"x": {1: length}, "documents": {1: length}}
+    call = (torch.randn(1, 7, 24),), {"documents": ids[:, :7]}
+    program = torch.export.export(attn, *call, dynamic_shapes=shapes).module()
+    for tokens in (2, 3, 40):
+        x = torch.randn(1, tokens, 24)
+        torch.testing.assert_close(program(x, documents=ids[:, :tokens]), attn(x, documents=ids[:, :tokens]))
+
+
+@pytest.mark.filterwarnings("ignore")  # what the exporter warns of
 @pytest.mark.parametrize("name", ["gqa", "bigbird"])
 def test_an_exported_program_runs_after_it_was_stored(name):
     attn = attnzoo.build(name, 24, 6, **attnzoo.find(name).examples[0]).eval()

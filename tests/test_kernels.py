@@ -204,13 +204,6 @@ def test_attend_refuses_documents_where_places_matter():
         attend(q, k, v, Global(1), documents=torch.zeros(2, 5, dtype=torch.long))
 
 
-def test_blocks_says_that_it_has_no_second_derivative():
-    q, k, v = inputs(5, 5)
-    grad = torch.autograd.grad(blocks(q, k, v, scope_of(Local(1), 5, 5)).square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_gradients_under_autocast_are_those_without():
     q, k, v = inputs(20, 20, dtype=torch.float32)
     out = blocks(q, k, v, scope_of(Local(4), 20, 20)).square().sum()
@@ -279,6 +272,13 @@ def plain_in_half(q, k, v, scope):
     k, v = (tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).float().masked_fill(~scope.visible(), -torch.inf)
     return scores.softmax(-1).to(v.dtype) @ v
+
+
+def test_second_derivatives_are_refused_also_beside_a_residual():
+    attn = attnzoo.build("local", d_model=8, num_heads=2, radius=2)
+    x = torch.randn(1, 5, 8, requires_grad=True)
+    with pytest.raises(attnzoo.NotSupportedError, match="first derivatives only"):
+        torch.autograd.grad((x + attn(x)).square().sum(), x, create_graph=True)
 
 
 def test_a_block_larger_than_the_sequence_is_no_larger():

@@ -30,7 +30,7 @@ def check(
         reports.append(report_of(name))
         if not json:
             print(reports[-1])
-            print(advice(reports[-1]), end="", flush=True)
+            print(advice(reports[-1], name), end="", flush=True)
     if json:
         write_json(
             [
@@ -80,6 +80,7 @@ def imported(file: Path) -> ModuleType:
     if "." in name:
         sys.path.insert(0, str(folder))
         return importlib.import_module(name)
+    sys.path.insert(0, str(folder))  # as `python file.py` does, for what lies beside it
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -89,11 +90,12 @@ def imported(file: Path) -> ModuleType:
     return module
 
 
-def advice(report: "Report") -> str:
+def advice(report: "Report", name: str) -> str:
     """How to go on from failures."""
     if not report.failed:
         return ""
+    subject = name.rpartition(":")[2] if ":" in name else f'"{name}"'
     return (
-        f'\nTo debug one, decorate a test with @attnzoo.testing.parametrize("{report.name}") and run pytest --pdb.\n'
+        f"\nTo debug one, decorate a test with @attnzoo.testing.parametrize({subject}) and run pytest --pdb.\n"
         "What a variant can't do by its nature it declares in its attribute `without`, and then refuses.\n"
     )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.errors import NotSupportedError
 from attnzoo.kernels.dense import dense, masked_softmax, without_autocast
 from attnzoo.patterns import Pattern
 from attnzoo.scope import Scope, places
@@ -158,8 +159,9 @@ class _Blocks(torch.autograd.Function):
         return out.heads(q.shape[2])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # with create_graph: what is computed again here has no derivative of its own
+            raise NotSupportedError("attention in blocks has first derivatives only: use a dense variant for more")
         with without_autocast(grad):
             return _backward(ctx, _cut(grad, ctx.plan.tile))
 

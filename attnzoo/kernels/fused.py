@@ -19,10 +19,10 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
 
     Cost: O(h q k d) time; O(h q d) memory, and O(q k) where a mask is needed.
     """
-    if scope.score is not None:
-        return dense(q, k, v, scope)
     if scope.documents is not None and q.shape[2] > 1:  # a mask of which pairs share one would be q by k
         return blocks(q, k, v, scope)
+    if scope.score is not None:
+        return dense(q, k, v, scope)
     dtype = q.dtype
     if q.device.type == "cpu" and dtype.itemsize == 2:  # there torch sums gradients in half precision, and is no faster
         q, k, v = q.float(), k.float(), v.float()

@@ -49,7 +49,10 @@ class Foreign(Attention):
         self.pattern = pattern & Causal() if causal and not pattern.causal else pattern
         self.dropout, self.positions, self.score = 0.0, given.get("positions", "none"), None
         self.without = frozenset(getattr(module, "without", ()))  # type: ignore[misc]
-        self.takes = frozenset(inspect.signature(module.forward).parameters)
+        parameters = inspect.signature(module.forward).parameters
+        self.takes = frozenset(parameters)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            self.takes |= {*inspect.signature(Attention.forward).parameters}  # it says that it takes anything
         self.backward = bool(getattr(module, "backward", True))
         self.supports = self._supported() - self.without
         if not hasattr(module, "expected") and not has_usual_layers(self):

@@ -1,6 +1,7 @@
 """Builds the module under test: fresh and small, with the same weights each time."""
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -47,7 +48,7 @@ class Maker:
             torch.manual_seed(start)
             attn = self._built(given)
         if self.calls is not None:
-            attn.register_forward_pre_hook(lambda _, call, named: self._saw(given, call, named), with_kwargs=True)
+            attn.register_forward_pre_hook(functools.partial(self._saw, given), with_kwargs=True)
         return attn.to(dtype).train(training)
 
     @property
@@ -72,7 +73,8 @@ class Maker:
         """All options for the factory."""
         own = {"d_model": size.d_model, "num_heads": size.heads, "causal": self.causal, **self.options}
         given = {**own, **overrides}
-        groups = self.options.get("num_kv_heads")
+        default = getattr(inspect.signature(self.factory).parameters.get("num_kv_heads"), "default", None)
+        groups = self.options.get("num_kv_heads", default if isinstance(default, int) else None)
         if groups and "num_kv_heads" not in overrides and type(given["num_heads"]) is int:
             given["num_kv_heads"] = math.gcd(groups, given["num_heads"])
         optional = {"causal", *overrides}
@@ -99,9 +101,12 @@ class Maker:
             return issubclass(self.factory, Attention)
         return self.accepts >= {*EVERY_VARIANT}
 
-    def _saw(self, given: Mapping[str, Any], call: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def _saw(
+        self, given: Mapping[str, Any], module: nn.Module, call: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:
         assert self.calls is not None
-        self.calls.append((given, call, dict(named)))
+        dtype = next((parameter.dtype for parameter in module.parameters()), torch.float64)
+        self.calls.append((given, dtype, module.training, call, dict(named)))
 
 
 def makers(factory: Callable[..., nn.Module], options: Mapping[str, Any], first: bool = True) -> list[Maker]:

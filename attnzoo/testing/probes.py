@@ -137,15 +137,17 @@ def compare(
     *inputs: Tensor,
     call: Callable[..., Tensor] | None = None,
     tolerance: float | None = None,
+    every: bool = False,
     **masks: Any,
 ) -> None:
-    """Compares a call with every oracle; `call` is another way to call `attn`."""
+    """Compares a call with the oracle that shares the least with it, or with every one; `call` is another way to call
+    `attn`."""
     got = seeded(attn, call or attn, *inputs, **masks)
-    for name, oracle in oracles(attn):
+    for name, oracle in oracles(attn)[0 if every else -1 :]:
         agree(got, seeded(attn, oracle, *inputs, **masks), f"{what}, against {name}", tolerance)
 
 
-def compare_with_fresh(used: Attention, make: Maker, what: str) -> None:
+def compare_with_fresh(used: Attention, make: Callable[[], Attention], what: str) -> None:
     """Compares a module that has been used somehow with a fresh one, in eval and in a training step."""
     fresh, x = make(), tokens(used).requires_grad_()
     agree(used.eval()(x), fresh(x), f"{what}, against a module without a past")

@@ -26,31 +26,29 @@ SHOWN = 40  # numbers of a mask that are still printed
 def smallest(check: Check, make: Maker) -> tuple[str, str]:
     """What the check says at the smallest sizes at which it still fails, and the call that it failed with, as code."""
     sizes: dict[str, int] = {}
-    message, line = _failure(check, make, sizes)
+    kind, message, line = _failure(check, make, sizes)
     for steps in LADDER.values() if check not in (check_compiles, check_exports) else ():  # a compiler takes its time
         for step in steps:
-            smaller, call = _failure(check, make, {**sizes, **step})
-            if smaller:
+            other, smaller, call = _failure(check, make, {**sizes, **step})
+            if smaller and other is kind:  # and not a refusal of sizes, in place of a wrong number
                 sizes, message, line = {**sizes, **step}, smaller, call
                 break
     return message, line
 
 
-def _failure(check: Check, make: Maker, sizes: dict[str, int]) -> tuple[str, str]:
-    """What a check says at these sizes, and its last call; nothing where it holds, or where `vanilla`, which is sound,
-    fails too: then the check can't be asked at such sizes."""
+def _failure(check: Check, make: Maker, sizes: dict[str, int]) -> tuple[type[Exception], str, str]:
+    """How a check fails at these sizes, what it says, and its last call; nothing where it holds, or where `vanilla`,
+    which is sound, fails too: then the check can't be asked at such sizes."""
     watched, sound = dataclasses.replace(make, calls=[]), Maker(find("vanilla"), {}, make.causal, first=make.first)
     with sized(**sizes):
         if not sizes or _holds(check, sound):
             try:
                 run(check, watched)
             except (AssertionError, Refused) as error:
-                return str(error), as_code(watched)
-            except NotApplicable:
-                pass
+                return type(error), str(error), as_code(watched)
             except Exception:
                 pass
-    return "", ""
+    return Exception, "", ""
 
 
 def _holds(check: Check, make: Maker) -> bool:
@@ -67,11 +65,14 @@ def as_code(make: Maker) -> str:
     """The last call of a module as a line of Python."""
     if not make.calls:
         return ""
-    options, tokens, given = make.calls[-1]
+    options, dtype, training, tokens, given = make.calls[-1]
     call = [_tensor(source) for source in tokens]
     call += [f"{name}={_tensor(value)}" for name, value in given.items() if value is not None]
     name = getattr(make.factory, "__name__", "build")
-    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})({', '.join(call)})"
+    built = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+    built += "" if dtype == torch.float64 else f".to({dtype})"
+    line = f"{built}{'' if training else '.eval()'}({', '.join(call)})"
+    return line if "<" not in line else ""  # what can't be written down can't be run
 
 
 def _is_noise(value: Tensor) -> bool:

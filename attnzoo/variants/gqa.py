@@ -10,7 +10,7 @@ from attnzoo.registry import register
 from attnzoo.scope import Scope
 
 
-@register("gqa", examples=({"num_kv_heads": 2}, {"num_kv_heads": 1}))
+@register("gqa", examples=({"num_kv_heads": 2},))
 class GQA(Attention):
     """Grouped-query attention: groups of query heads share a key-value head, which shrinks the cache by their size.
 

@@ -20,8 +20,7 @@ from attnzoo.variants.sparse import Sparse
     "local",
     examples=(
         {"radius": 4, "block": 3},
-        {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2},
-        {"radius": 1, "global_tokens": 1, "block": 4, "num_kv_heads": 2, "global_projections": True},
+        {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2, "global_projections": True},
     ),
 )
 def local(

@@ -24,7 +24,7 @@ from attnzoo.testing.probes import (
 )
 from attnzoo.testing.size import size
 
-LENGTHS = (5, 2, 3, 4, 8, 11, 16, 33, 70, 1)  # the first is no other size, which the compiler would take it for
+LENGTHS = (5, 2, 3, 4, 8, 11, 16, 17, 33, 70)  # the first is no other size, which the compiler would take it for
 
 
 def check_compiles(make: Maker) -> None:
@@ -36,8 +36,7 @@ def check_compiles(make: Maker) -> None:
         compiled = torch.compile(bare(attn), fullgraph=True, backend="aot_eager")
         for length in LENGTHS:
             x = tokens(attn, length)
-            if length > 1:
-                torch._dynamo.mark_dynamic(x, 1)
+            torch._dynamo.mark_dynamic(x, 1)
             agree(compiled(x), attn(x), f"compiled, {length} tokens, against the module itself")
     compare_with_fresh(attn, make, "after it was compiled")
 
@@ -53,8 +52,8 @@ def check_exports(make: Maker) -> None:
     with _compiler():
         program = _exported(attn)
         for length in (2, 3, size.length, 33, 70):
-            x, real = tokens(attn, length), some(size.batch, length, seed=5)
-            given = askable(attn, key_mask=real)
+            x, given = tokens(attn, length), askable(attn, key_mask=some(size.batch, length, seed=5))
+            real = given.get("key_mask", torch.ones(x.shape[:2], dtype=torch.bool))
             y, right = program(x, **given), attn(x, **given)
             agree(y[real], right[real], f"exported at {size.length} tokens, called with {length}")
     compare_with_fresh(attn, make, "after it was exported")

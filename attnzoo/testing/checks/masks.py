@@ -15,6 +15,7 @@ from attnzoo.testing.probes import (
     Masks,
     NotApplicable,
     agree,
+    askable,
     checkpointed,
     compare,
     finite,
@@ -185,15 +186,19 @@ def check_sequences_are_alone(make: Maker) -> None:
 
 
 def check_gradient_mode_changes_nothing(make: Maker) -> None:
-    """Whether gradients are recorded, or may ever be, changes no output, that of hidden queries included."""
+    """Whether gradients are recorded, or may ever be, changes no output, that of hidden queries included, in a batch
+    and in one sequence."""
     attn = make()
     x, ends = tokens(attn), some(size.batch, size.length, seed=2)
     ends[:, -2:] = False  # the last tokens are hidden in every sequence
-    for given in (*mask_combinations(attn), {"key_mask": ends}):
-        y = attn(x.clone().requires_grad_(), **given)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                agree(attn(x, **given), y, f"under {mode.__name__}, {named(given)}, against a call with gradients")
+    for given in (*mask_combinations(attn), askable(attn, key_mask=ends)):
+        for rows in (slice(None), slice(0, 1)):
+            some_of = {name: mask[rows] if len(mask) == size.batch else mask for name, mask in given.items()}
+            y = attn(x[rows].clone().requires_grad_(), **some_of)
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    what = f"under {mode.__name__}, {named(some_of)}, against a call with gradients"
+                    agree(attn(x[rows], **some_of), y, what)
 
 
 def check_hidden_keys_have_no_weight(make: Maker) -> None:

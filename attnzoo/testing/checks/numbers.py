@@ -16,6 +16,7 @@ from attnzoo.testing.probes import (
     askable,
     compare,
     compare_gradients,
+    differ,
     documents_of,
     dtype_of,
     gradients,
@@ -36,12 +37,17 @@ def check_output_is_what_the_pattern_says(make: Maker) -> None:
     """The output equals dense float64 attention over the visible keys, in eval and in training, with positions that
     count as they should beside padding."""
     masks: list[Masks] = [{}, *({"key_mask": some(size.batch, size.length, seed=2, share=part)} for part in (0.3, 0.8))]
+    masks = [given for given in masks if all(takes(make(), name) for name in given)]
+    outputs = []
     for positions in make.positions:
         for training in (False, True):
             attn = make(positions=positions, training=training)
             for given in masks:
                 what = f"positions={positions!r}, {'training' if training else 'eval'}, {named(given)}"
-                compare(attn, what, tokens(attn), **given)
+                compare(attn, what, tokens(attn), every=True, **given)
+        outputs.append(attn.eval()(tokens(attn)))
+        if positions != "none":
+            differ(outputs[-1], outputs[0], f"positions={positions!r}, against none")
 
 
 def check_gradients_are_those_of_the_pattern(make: Maker) -> None:
