@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attnzoo import NotSupportedError, attend
+from attnzoo import NotSupportedError, attend, build
 from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense
 from attnzoo.kernels.fused import fused
@@ -275,9 +275,9 @@ def plain_in_half(q, k, v, scope):
 
 
 def test_second_derivatives_are_refused_also_beside_a_residual():
-    attn = attnzoo.build("local", d_model=8, num_heads=2, radius=2)
+    attn = build("local", d_model=8, num_heads=2, radius=2)
     x = torch.randn(1, 5, 8, requires_grad=True)
-    with pytest.raises(attnzoo.NotSupportedError, match="first derivatives only"):
+    with pytest.raises(NotSupportedError, match="first derivatives only"):
         torch.autograd.grad((x + attn(x)).square().sum(), x, create_graph=True)
 
 
