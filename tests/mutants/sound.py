@@ -91,6 +91,7 @@ class Linear(Sound):
         q = q.to(wide)
         k, v = (x.to(wide)[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
         weights = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).masked_fill(~scope.visible(), 0)
+        weights = weights * self.decay(weights, scope)
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
         return (F.dropout(weights, scope.dropout) @ v).to(self.q_proj.weight.dtype)
 
@@ -98,9 +99,13 @@ class Linear(Sound):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         powers = torch.einsum("bhqd,bhkd->bhqk", torch.where(q > 0, q + 1, q.exp()), torch.where(k > 0, k + 1, k.exp()))
-        powers = powers * scope.visible()
+        powers = powers * scope.visible() * self.decay(powers, scope)
         total = powers.sum(-1, keepdim=True)
         return powers / torch.where(total == 0, 1, total) @ v
+
+    def decay(self, weights, scope):
+        """What a term of the scores does to weights that have no logarithm."""
+        return 1 if scope.score is None else scope.score(torch.zeros_like(weights), scope.query, scope.key).exp()
 
 
 class Marking(Sound):
