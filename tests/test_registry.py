@@ -263,6 +263,15 @@ def seven(
         assert "odd" not in attnzoo.list_variants(supports="causal")
 
 
+def test_a_plugin_that_ends_the_program_harms_nothing_else(install):
+    source = PLUGIN.replace("        projection = Sep", "        raise SystemExit(9)\n        projection = Sep")
+    install("ends", {"ends": "plugin_ends:Near"}, plugin_ends=source)
+    with pytest.raises(UnknownVariantError, match="'ends' ends the program where it is built"):
+        attnzoo.build("ends", d_model=8, num_heads=2)
+    with pytest.warns(UserWarning, match="'ends' is left out"):
+        assert "gqa" in attnzoo.list_variants(supports="causal")
+
+
 def test_two_plugins_with_one_name_are_told_apart_in_either_order(install):
     install("one", {"near": "plugin_one:Near"}, plugin_one=PLUGIN)
     install("two", {"near": "plugin_two:Near"}, plugin_two=PLUGIN)
