@@ -33,7 +33,8 @@ What is right comes from two places: the variant's own definition `expected`, an
 `visible` shows, which shares no kernel, no mask handling and no positions with what it judges. Numbers are compared
 in float64, unless the check is about another dtype. All sizes of an input differ from each other, so that no swapped
 axis passes: 3 sequences of 11 tokens, 13 tokens of context, 24 features, 6 heads. Where a check fails, it is asked
-again of ever smaller inputs, and the report shows the smallest one that still fails as a line of Python.
+again of ever smaller inputs, and the report shows the last call at the smallest sizes that still fail, as a line of
+Python.
 
 A variant may declare, in its attribute `without`, that it does without: {waivable}. What it declares is verified both
 ways: a check fails where a variant refuses what it supports, and where it takes what it does without. Nothing else

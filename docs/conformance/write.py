@@ -46,13 +46,14 @@ Each cell is a promise, over all its checks, causal and not:
 | · | not applicable: the module has no such argument or option, or declares to do without |
 
 *Convention* is that attnzoo refuses float masks and masks of any shape but [q, k] and four dimensions, takes masks of
-whole numbers, and refuses head counts such as `True` or 0 with an error of its own. A module that adds float masks to
+whole numbers, and refuses impossible head counts, such as 0, when a module is built. A module that adds float masks to
 its scores does what its documentation says. Most libraries do not claim either what a column asks, such as that NaN in
 a padded token reaches no other. What is right is computed in float64 from the module's own weights. What a module gives
 for queries that are padding themselves is not looked at. One cause can show under several promises: a NaN where a query
 sees nothing (4) is found again wherever masks leave such a query (3, 7, 8, 12, 15).
 
-The smallest call of each deviation is at random weights of seed 0, `.double().eval()` unless its dtype says otherwise.
+The smallest call of each deviation was made at random weights of seed 0, in float64 unless its dtype says otherwise.
+Where a check compares two calls, it is the last one.
 
 ## Repeat it
 
