@@ -172,6 +172,8 @@ def test_attend_is_a_plain_softmax_and_what_hidden_keys_hold_is_not_felt(call, b
     tensors, pattern, said = call
     if not pattern.relative:
         said["documents"] = None
+    if not pattern.marks:
+        said["marked"] = None
     wanted = results(plain, tensors, pattern, **said)
     hidden = ~said["key_mask"][:, None, :, None] if said["key_mask"] is not None else torch.tensor(False)
     dirty = [tensor.detach().masked_fill(hidden, garbage).requires_grad_() for tensor in tensors[1:]]
