@@ -6,6 +6,7 @@ from pathlib import Path
 import attnzoo
 from attnzoo.registry import CATALOGUE, WAIVABLE
 from attnzoo.testing import PROMISES
+from attnzoo.testing.probes import asked
 
 EVERYWHERE = ("causal", "dropout", "bias", "positions")
 
@@ -64,7 +65,7 @@ def contract_page() -> str:
     for promise in PROMISES:
         lines += [f"### {promise.title}", "", promise.text, "", "| check | holds that |", "|---|---|"]
         for check in promise.checks:
-            text = " ".join((check.__doc__ or "").split()).replace("|", r"\|")
+            text = asked(check).replace("|", r"\|")
             lines.append(f"| `{check.__name__}` | {text} |")
         lines.append("")
     return "\n".join(lines)

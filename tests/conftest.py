@@ -20,3 +20,15 @@ def without_annotations():
 def _traced(request):
     if any(word in request.node.name for word in ("compile", "export")):
         request.getfixturevalue("without_annotations")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command and gives its exit status, stdout and stderr."""
+    from attnzoo import cli  # not before the hook is in place
+
+    def run(*arguments):
+        status = cli.run(arguments)
+        return status, *capsys.readouterr()
+
+    return run

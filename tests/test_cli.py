@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attnzoo
-from attnzoo import cli, testing
+from attnzoo import testing
 from attnzoo.tasks import needle
 from attnzoo.testing import PROMISES
 from attnzoo.training.recipe import load
@@ -32,17 +32,6 @@ def somewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command and gives its exit status, stdout and stderr."""
-
-    def run(*arguments):
-        status = cli.run(arguments)
-        return status, *capsys.readouterr()
-
-    return run
 
 
 def refused(outcome, *said):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import attnzoo
-from attnzoo import cli, testing
+from attnzoo import testing
 from attnzoo.registry import _registered
 
 FILES = {
@@ -29,17 +29,6 @@ FILES = {
 def somewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs a command and gives its exit status, stdout and stderr."""
-
-    def run(*arguments):
-        status = cli.run(arguments)
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture

@@ -77,10 +77,9 @@ def imported(file: Path) -> ModuleType:
     name, folder = file.stem, file.resolve().parent
     while (folder / "__init__.py").exists():
         name, folder = f"{folder.name}.{name}", folder.parent
-    if "." in name:
-        sys.path.insert(0, str(folder))
-        return importlib.import_module(name)
     sys.path.insert(0, str(folder))  # as `python file.py` does, for what lies beside it
+    if "." in name:
+        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

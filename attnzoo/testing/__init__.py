@@ -13,7 +13,7 @@ from attnzoo.registry import find
 from attnzoo.testing.checks import CHECKS, PROMISES
 from attnzoo.testing.foreign import Refused
 from attnzoo.testing.maker import Maker, makers
-from attnzoo.testing.probes import Check, NotApplicable, run
+from attnzoo.testing.probes import Check, NotApplicable, asked, run
 from attnzoo.testing.report import Outcome, Report, Status
 from attnzoo.testing.shrink import smallest
 
@@ -129,8 +129,7 @@ def _outcome(promise: str, check: Check, make: Maker, excuse: str) -> Outcome:
         detail = f"{type(error).__name__}: {error}"
     else:
         status, detail = "held", ""
-    asked = " ".join((check.__doc__ or "").split())
-    return Outcome(promise, check.__name__, str(make), status, asked, detail, excuse=excuse)
+    return Outcome(promise, check.__name__, str(make), status, asked(check), detail, excuse=excuse)
 
 
 def _known(expected_failures: Mapping[str, str] | None) -> dict[str, str]:

@@ -119,13 +119,8 @@ def without_hidden(y: Tensor, key_mask: Tensor | None = None, cache: Any = None,
     return y.masked_fill((key_mask == 0)[:, :, None], 0) if key_mask.shape == y.shape[:2] else y
 
 
-def bare(attn: Attention) -> nn.Module:
-    """The module itself, where tracing must see nothing else."""
-    return attn.module if isinstance(attn, Foreign) else attn
-
-
-def layers_of(attn: Attention) -> Any:
-    """Where the projections of a module live."""
+def bare(attn: Attention) -> Any:
+    """The module itself: where projections live, and where tracing must see nothing else."""
     return attn.module if isinstance(attn, Foreign) else attn
 
 

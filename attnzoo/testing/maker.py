@@ -105,8 +105,12 @@ class Maker:
         self, given: Mapping[str, Any], module: nn.Module, call: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
         assert self.calls is not None
-        dtype = next((parameter.dtype for parameter in module.parameters()), torch.float64)
-        self.calls.append((given, dtype, module.training, call, dict(named)))
+        self.calls.append((given, dtype_of(module), module.training, call, dict(named)))
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of a module; float64 where it has no parameters."""
+    return next((parameter.dtype for parameter in module.parameters()), torch.float64)
 
 
 def makers(factory: Callable[..., nn.Module], options: Mapping[str, Any], first: bool = True) -> list[Maker]:

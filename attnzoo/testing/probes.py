@@ -15,7 +15,7 @@ from attnzoo import registry
 from attnzoo.attention import Attention
 from attnzoo.errors import NotSupportedError
 from attnzoo.testing.foreign import Foreign, NotTaken, Refused
-from attnzoo.testing.maker import Maker
+from attnzoo.testing.maker import Maker, dtype_of
 from attnzoo.testing.reference import oracles
 from attnzoo.testing.size import size, sized
 
@@ -24,6 +24,11 @@ Masks = dict[str, Any]  # of a call, by argument
 DTYPES = tuple(getattr(torch, name) for name in registry.DTYPES)
 
 Check = Callable[[Maker], None]
+
+
+def asked(check: Check) -> str:
+    """What a check asks for, in one line."""
+    return " ".join((check.__doc__ or "").split())
 
 
 def run(check: Check, make: Maker) -> None:
@@ -70,11 +75,6 @@ def tokens(attn: Attention, length: int | None = None, batch: int | None = None,
     """Tokens [b, t, e] in the dtype of the module."""
     length, batch = size.length if length is None else length, size.batch if batch is None else batch
     return noise(batch, length, attn.d_model, seed=seed).to(dtype_of(attn))
-
-
-def dtype_of(attn: Attention) -> torch.dtype:
-    """The dtype of a module; float64 where it has no parameters."""
-    return next((parameter.dtype for parameter in attn.parameters()), torch.float64)
 
 
 def noise(*shape: int, seed: int) -> Tensor:

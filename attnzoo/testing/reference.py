@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo.attention import Attention
 from attnzoo.scope import Scope
-from attnzoo.testing.foreign import Foreign, NotTaken, has_usual_layers, layers_of, without_hidden
+from attnzoo.testing.foreign import Foreign, NotTaken, bare, has_usual_layers, without_hidden
 
 Oracle = Callable[..., Tensor]
 
@@ -112,7 +112,7 @@ def plain_weights(
 
 def project_out(attn: Attention, joined: Tensor) -> Tensor:
     """The output projection alone, of joined heads [b, q, e]."""
-    return layers_of(attn).out_proj(joined)
+    return bare(attn).out_proj(joined)
 
 
 def output_of_nothing(attn: Attention, x: Tensor, key_mask: Tensor | None = None, **_: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def may_look(
 
 
 def _projected(attn: Attention, x: Tensor, context: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    layers = layers_of(attn)
+    layers = bare(attn)
     if not hasattr(layers, "qkv_proj"):
         return layers.q_proj(x), layers.k_proj(context), layers.v_proj(values)
     narrow = attn.num_kv_heads * attn.head_dim

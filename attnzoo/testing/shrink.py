@@ -20,6 +20,7 @@ LADDER: dict[str, tuple[dict[str, int], ...]] = {
     "length": ({"length": 1}, {"length": 2}, {"length": 3}, {"length": 5}, {"length": 8}),
     "context": ({"context": 1}, {"context": 2}, {"context": 3}, {"context": 6}),
 }
+UNWRITABLE = "<...>"  # stands for an argument that no code makes
 SHOWN = 40  # numbers of a mask that are still printed
 
 
@@ -85,9 +86,9 @@ def _is_noise(value: Tensor) -> bool:
 
 def _tensor(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return repr(value) if value is None else f"<{type(value).__name__}>"
+        return repr(value) if value is None else UNWRITABLE
     if torch._C._functorch.is_functorch_wrapped_tensor(value):  # inside vmap or grad: it has no numbers
-        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
+        return UNWRITABLE
     if value.is_floating_point():
         kind = "" if value.dtype == torch.float64 else f", dtype={value.dtype}"
         kind += ', device="meta"' if value.is_meta else ""
@@ -96,5 +97,5 @@ def _tensor(value: Any) -> str:
             return f"torch.tensor({numbers}{kind})"
         return f"torch.randn({', '.join(map(str, value.shape))}{kind})"
     if value.numel() > SHOWN or type(value) is not Tensor:
-        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)}>"
+        return UNWRITABLE
     return f"torch.tensor({value.tolist()})"

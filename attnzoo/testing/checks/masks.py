@@ -335,7 +335,7 @@ def _leaving_nothing(attn: Attention) -> list[tuple[str, Masks, Tensor]]:
 
 def _askable(attn: Attention, masks: Masks) -> Masks:
     """The masks that it takes, one at least."""
-    found = {name: mask for name, mask in masks.items() if takes(attn, name)}
+    found = askable(attn, **masks)
     if not found:
         raise NotApplicable(f"its forward takes no {' nor '.join(masks)}")
     return found

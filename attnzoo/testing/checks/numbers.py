@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
-from attnzoo.testing.maker import Maker
+from attnzoo.testing.maker import Maker, dtype_of
 from attnzoo.testing.probes import (
     DTYPES,
     Masks,
@@ -18,7 +18,6 @@ from attnzoo.testing.probes import (
     compare_gradients,
     differ,
     documents_of,
-    dtype_of,
     gradients,
     named,
     need,

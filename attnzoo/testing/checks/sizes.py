@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnzoo.attention import Attention
 from attnzoo.testing.checks.decoding import decode
-from attnzoo.testing.foreign import Foreign, layers_of
+from attnzoo.testing.foreign import Foreign, bare
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     DTYPES,
@@ -165,12 +165,12 @@ def check_softmax_is_wide(make: Maker) -> None:
     """Scores and softmax have float32 at least: large scores that differ by little keep their differences."""
     for dtype in (torch.bfloat16, torch.float16):
         attn = make(dtype=dtype)
-        if not is_plain(attn) or not isinstance(layers_of(attn).out_proj, nn.Linear):
+        if not is_plain(attn) or not isinstance(bare(attn).out_proj, nn.Linear):
             raise NotApplicable("it has a definition or layers of its own")
         with torch.no_grad():  # all numbers are small multiples of 1/4: only softmax and the output are rounded
             for parameter in attn.parameters():
                 parameter.copy_((parameter * 8).round() / 4)
-            layers_of(attn).out_proj.weight.copy_(torch.eye(attn.d_model))
+            bare(attn).out_proj.weight.copy_(torch.eye(attn.d_model))
         x = (tokens(attn) * 1.5).round()
         _no_worse_than_plain(attn, x, f"{dtype}, scores up to 50")
 

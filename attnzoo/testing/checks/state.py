@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention import Attention
-from attnzoo.testing.maker import Maker
+from attnzoo.testing.maker import Maker, dtype_of
 from attnzoo.testing.probes import (
     NotApplicable,
     agree,
     askable,
     compare_with_fresh,
-    dtype_of,
     finite,
     gradients,
     need,
