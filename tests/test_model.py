@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnzoo.errors import InputError, OptionError
+from attnzoo.errors import InputError, NotSupportedError, OptionError
 from attnzoo.training.model import Transformer
 
 torch.set_num_threads(1)
@@ -84,6 +84,49 @@ def test_only_learned_positions_limit_the_length():
         make()(tokens(length=13))
     assert make()(tokens(length=5)).shape == (3, CLASSES)
     assert make(positions="rotary")(tokens(length=13)).shape == (3, CLASSES)
+
+
+def spread(model):
+    """The model with learned positions that matter; they start from nothing."""
+    torch.nn.init.normal_(model.position_embedding.weight)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_pieces_read_with_caches_give_what_the_whole_gives(checkpointing):
+    model = spread(make(causal=True, pooling="every", gradient_checkpointing=checkpointing)).double()
+    caches = model.new_caches(3, LENGTH)
+    pieces = [model(piece, caches=caches) for piece in tokens().split([5, 1, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens()))
+    with pytest.raises(InputError, match="13 tokens in a sequence, but positions are learned for 12"):
+        model(tokens(length=1), caches=caches)
+    assert [cache.length for cache in caches] == [LENGTH, LENGTH]
+
+
+def test_padding_on_the_left_changes_nothing_with_caches_and_without():
+    model = spread(make(causal=True, pooling="every")).double()
+    key_mask = torch.arange(LENGTH) >= torch.tensor([[0], [3], [8]])
+    whole, caches = model(tokens(), 2 * key_mask.int()), model.new_caches(3, LENGTH)
+    parts = [(0, 9), (9, 10), (10, LENGTH)]
+    pieces = [model(tokens()[:, begin:end], key_mask[:, :end], caches) for begin, end in parts]
+    for row, padding in enumerate((0, 3, 8)):
+        alone = model(tokens()[row : row + 1, padding:])[0]
+        torch.testing.assert_close(whole[row, padding:], alone)
+        torch.testing.assert_close(torch.cat(pieces, dim=1)[row, padding:], alone)
+
+
+def test_caches_are_for_models_with_a_next_token():
+    with pytest.raises(NotSupportedError, match="answers from the first token"):
+        make(causal=True).new_caches(1, 8)
+    with pytest.raises(NotSupportedError, match="causal=True"):
+        make(pooling="every").new_caches(1, 8)
+
+
+def test_a_model_supports_what_the_attention_of_every_layer_does():
+    model = make(causal=True)
+    assert model.supports("cache")
+    model.layers[1].attention = make().attentions[0]
+    assert not model.supports("cache")
 
 
 @pytest.mark.parametrize("given", [{}, {"seed": 7}])

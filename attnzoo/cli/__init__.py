@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import attnzoo
-from attnzoo.cli import check, list, new, recipes, show, train, validate
+from attnzoo.cli import check, generate, list, new, recipes, show, train, validate
 from attnzoo.errors import AttnzooError
 
 UsageError: Any = typer.BadParameter.__base__  # what typer raises for any wrong use, and does not export
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help, in a quarter of the time
 )
-for verb in (train.train, list.list_, show.show, check.check, validate.validate, new.new):
+for verb in (train.train, generate.generate, list.list_, show.show, check.check, validate.validate, new.new):
     app.command(name=verb.__name__.rstrip("_"), no_args_is_help=verb is not list.list_)(verb)
 app.add_typer(recipes.app, name="recipes")
 

@@ -4,22 +4,21 @@ import operator
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchmetrics import MetricCollection
 
 from attnzoo.errors import RecipeError
+from attnzoo.tasks.characters import UNKNOWN, encode
 from attnzoo.tasks.metrics import Accuracy, BitsPerCharacter
 from attnzoo.tasks.speeches import speeches
 from attnzoo.tasks.task import Split, Task, check_length
 
-UNKNOWN = "<unk>"
 VOCABULARY = 1024
 LEAST = 2
 MOST_WINDOWS = {"train": 1_000_000, "valid": 500, "test": 1_000}
-CODE_POINTS = 0x110000
 
 
 class LanguageModel(Task):
@@ -56,11 +55,10 @@ class LanguageModel(Task):
 
     def encode(self, text: str) -> Tensor:
         """The ids of a text's characters, int16 [t]; 0 where a character is not in the vocabulary."""
-        table = torch.zeros(CODE_POINTS, dtype=torch.int16)
-        for i, character in enumerate(self.characters[1:], start=1):
-            table[ord(character)] = i
-        codes = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
-        return table[codes]
+        return encode(text, self.characters)
+
+    def facts(self) -> dict[str, Any]:
+        return {"characters": list(self.characters)}
 
     def split(self, name: Split) -> Dataset:
         if name == "train":

@@ -1,7 +1,7 @@
 """What every task is: three splits, a loss and metrics."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,10 @@ class Task(ABC):
     @abstractmethod
     def metrics(self) -> MetricCollection:
         """Fresh metrics by name, to be updated with logits and target."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps, in plain types, so that the model can be used without the data."""
+        return {}
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """The mean cross-entropy over the targets that count, in nats and at least float32; 0 where none counts."""

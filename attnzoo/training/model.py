@@ -1,7 +1,7 @@
 """A pre-norm transformer, encoder or decoder, around any attention variant."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,8 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo import registry
 from attnzoo.attention import Attention
-from attnzoo.errors import InputError
+from attnzoo.cache import Cache
+from attnzoo.errors import InputError, NotSupportedError
 from attnzoo.options import choice, options, share, whole
+from attnzoo.positions import count_visible
+from attnzoo.scope import check_key_mask
 
 Positions = Literal["learned", "rotary", "alibi", "none"]
 
@@ -84,19 +87,43 @@ class Transformer(nn.Module):
         """The attention of each layer."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Gives logits [b, classes] or [b, t, classes] for token ids [b, t]."""
+    def supports(self, feature: str) -> bool:
+        """Whether the attention of every layer supports a feature, such as "cache"."""
+        return all(feature in attention.supports for attention in self.attentions)
+
+    def new_caches(self, batch_size: int, max_length: int) -> list[Cache]:
+        """An empty cache for each layer.
+
+        Raises:
+            NotSupportedError: the model answers from the first token, or its attention can't decode.
+        """
+        if self.pooling == "first":
+            raise NotSupportedError("a model that answers from the first token has no next token to decode")
+        return [attention.new_cache(batch_size, max_length) for attention in self.attentions]
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, caches: Sequence[Cache] | None = None) -> Tensor:
+        """Gives logits [b, classes] or [b, t, classes] for token ids [b, t].
+
+        Args:
+            key_mask: [b, length + t], True = a real token; with caches it goes back to their first token, in every
+                call. Hidden tokens take no learned position.
+            caches: what each layer read before, from `new_caches`; nothing is checkpointed then.
+        """
+        before = caches[0].length if caches else 0
+        length = before + tokens.shape[1]
+        key_mask = check_key_mask(key_mask, len(tokens), length)
         hidden = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            if tokens.shape[1] > self.length:
-                raise InputError(f"{tokens.shape[1]} tokens in a sequence, but positions are learned for {self.length}")
-            hidden = hidden + self.position_embedding.weight[: tokens.shape[1]]
+            if length > self.length:
+                raise InputError(f"{length} tokens in a sequence, but positions are learned for {self.length}")
+            hidden = hidden + self.position_embedding(count_visible(length, key_mask, None, tokens.device)[:, before:])
         hidden = self.dropout(hidden)
-        for layer in self.layers:
-            if self.gradient_checkpointing and torch.is_grad_enabled():
+        each: Sequence[Cache | None] = caches or [None] * len(self.layers)
+        for layer, cache in zip(self.layers, each, strict=True):
+            if self.gradient_checkpointing and torch.is_grad_enabled() and cache is None:
                 hidden = checkpoint(layer, hidden, key_mask, use_reentrant=False)
             else:
-                hidden = layer(hidden, key_mask)
+                hidden = layer(hidden, key_mask, cache)
         if self.pooling == "first":
             hidden = hidden[:, 0]
         return self.head(self.final_norm(hidden))
@@ -115,8 +142,9 @@ class Layer(nn.Module):
         self.narrow = nn.Linear(feed_forward, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), key_mask=key_mask))
+    def forward(self, hidden: Tensor, key_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm(hidden), key_mask=key_mask, cache=cache)
+        hidden = hidden + self.dropout(attended)
         inner = self.dropout(self.activation(self.widen(self.feed_forward_norm(hidden))))
         return hidden + self.dropout(self.narrow(inner))
 

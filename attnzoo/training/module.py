@@ -39,6 +39,9 @@ class TrainingModule(pl.LightningModule):
             fully_shard(layer, mesh=shards)
         fully_shard(self.model, mesh=shards)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["task"] = self.experiment.task.facts()
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         loss, _ = self._loss(batch)
         mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item()

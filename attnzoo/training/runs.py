@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from attnzoo.errors import RecipeError
 
 
@@ -39,6 +41,19 @@ class RunFolder:
         except OSError as error:
             raise RecipeError(f"can't make a run folder in {series}: {error.strerror}") from error
 
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The folder of a run that is there.
+
+        Raises:
+            RecipeError: it is not.
+        """
+        folder = cls(path)
+        if not folder.recipe.is_file():
+            what = "has no recipe.yaml in it" if path.exists() else "does not exist"
+            raise RecipeError(f"{path} {what}: name the folder of one run, as in runs/kv_cached/1")
+        return folder
+
     @property
     def recipe(self) -> Path:
         return self.path / "recipe.yaml"
@@ -62,6 +77,20 @@ class RunFolder:
     @property
     def best(self) -> Path:
         return self.path / "checkpoints" / "best.ckpt"
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """The checkpoint of the lowest validation loss, or else the last: tensors on the CPU, and plain values.
+
+        Raises:
+            RecipeError: there is none, or it can't be read.
+        """
+        file = next((file for file in (self.best, self.last) if file.is_file()), None)
+        if file is None:
+            raise RecipeError(f"{self.path} has no checkpoint yet: the first one is saved at step train.valid_every")
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file fails in many ways
+            raise RecipeError(f"{file} can't be read as a checkpoint: {type(error).__name__}") from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces the summary whole, so that a reader never sees half of one."""
