@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from attnzoo.cache import Cache
 from attnzoo.errors import CacheError, InputError, NotSupportedError, OptionError
-from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense, dense_weights, without_autocast
-from attnzoo.kernels.fused import fused
+from attnzoo.kernels.fastest import fastest
 from attnzoo.options import choice, share, whole
-from attnzoo.patterns import Causal, Full, Pattern
+from attnzoo.patterns import Causal, Full, Pattern, formula_of
 from attnzoo.positions import count_visible, rotate
 from attnzoo.projections import Projection
 from attnzoo.scope import Scope, check_documents, check_key_mask, check_marked, check_mask, places
@@ -61,6 +60,7 @@ class Attention(nn.Module):
         self.pattern = pattern & Causal() if causal and not pattern.causal else pattern
         if self.pattern.decodes and not self.pattern.causal:
             self.without = self.without | {"causal"}  # type: ignore[misc]
+        self.formula = formula_of(self.pattern)
         self.dropout = share("dropout", dropout)
         self.positions = choice("positions", positions, ("none", "rotary", "alibi"))
         if positions == "rotary" and projection.head_dim % 2:
@@ -264,7 +264,9 @@ class Attention(nn.Module):
         salt = torch.randint(2**32, (), device="cpu").to(x.device) if self.redraws else None
         query, key = places(self.num_heads, queries, keys, x.device, marked, salt)
         dropout = self.dropout if self.training else 0.0
-        return q, k, v, Scope(pattern, query, key, joined, mask, documents, marked, self.score, dropout), key_mask
+        formula = self.formula if pattern is self.pattern else ""
+        scope = Scope(pattern, query, key, joined, mask, documents, marked, self.score, dropout, formula)
+        return q, k, v, scope, key_mask
 
     def _check_tokens(self, name: str, tokens: Tensor, batch: int | None = None, length: int | None = None) -> None:
         wanted = (batch, length, self.d_model)
@@ -378,7 +380,7 @@ def attend(
     if key_mask is not None:
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
     with without_autocast(q):
-        return fused(q, k, v, scope) if pattern in (Full(), Causal()) else blocks(q, k, v, scope, whole("block", block))
+        return fastest(q, k, v, scope, whole("block", block))
 
 
 def _hide(tokens: Tensor, key_mask: Tensor | None) -> Tensor:

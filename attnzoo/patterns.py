@@ -511,6 +511,14 @@ class Either(Pair):
     __repr__ = __str__
 
 
+def formula_of(pattern: Pattern) -> str:
+    """The formula that stands for a pattern where only text can, empty where none reads back to an equal one."""
+    try:
+        return str(pattern) if parse(str(pattern)) == pattern else ""
+    except OptionError:
+        return ""
+
+
 LONGEST = 100  # a chain that can still be walked
 
 

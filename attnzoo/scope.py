@@ -19,6 +19,7 @@ class Scope:
 
     `query` and `key` are the places of all queries and keys, over [h, q, k]. `key_mask`, `documents` and `marked` are
     [b, k], `mask` is 4-D and broadcasts to [b, h, q, k]; all have been checked. `dropout` is 0 outside training.
+    `formula` is the pattern's, where it is known: compiled graphs hold text and no patterns.
     """
 
     pattern: Pattern
@@ -30,6 +31,7 @@ class Scope:
     marked: Tensor | None = None
     score: Score | None = None
     dropout: float = 0.0
+    formula: str = ""
 
     @property
     def query_length(self) -> int:
@@ -74,6 +76,13 @@ class Scope:
             mask = mask if mask.shape[1] == 1 else mask[:, heads]
             mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
         return dataclasses.replace(self, query=query, key=dataclasses.replace(self.key, head=query.head), mask=mask)
+
+    def sequences(self, chosen: slice) -> "Scope":
+        """The scope of some sequences of the batch, for kernels that make places themselves."""
+        names = ("key_mask", "mask", "documents", "marked")
+        tensors = ((name, getattr(self, name)) for name in names)
+        cut = {name: tensor[chosen] for name, tensor in tensors if tensor is not None and len(tensor) > 1}
+        return dataclasses.replace(self, **cut)
 
     def _less(self, seen: Tensor, query: Place, key: Place, mask: Tensor | None) -> Tensor:
         if self.key_mask is not None:

@@ -12,6 +12,8 @@ from attnzoo.shapes import Place
 class Score:
     """A term added to the scores, or a way to shape them; one with parameters is an nn.Module as well."""
 
+    by_place = False  # does it add numbers that follow from places alone, so that gradients pass it unchanged?
+
     def __call__(self, scores: Tensor, query: Place, key: Place) -> Tensor:
         """The scores with this term in them; both places broadcast to the shape of the scores."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(scores, query, key)")
@@ -26,6 +28,8 @@ class Alibi(Score):
     """
 
     num_heads: int
+
+    by_place = True
 
     def __call__(self, scores: Tensor, query: Place, key: Place) -> Tensor:
         slopes = torch.tensor(self.slopes(), dtype=scores.dtype, device=scores.device)

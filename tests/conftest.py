@@ -5,7 +5,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # small tensors: threads only wait for each other
-jaxtyping.install_import_hook(["attnzoo.kernels", "attnzoo.projections", "attnzoo.positions"], "beartype.beartype")
+KERNELS = [f"attnzoo.kernels.{name}" for name in ("dense", "fused", "blocks", "fastest")]  # those with shapes
+jaxtyping.install_import_hook([*KERNELS, "attnzoo.projections", "attnzoo.positions"], "beartype.beartype")
 
 
 @pytest.fixture

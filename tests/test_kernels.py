@@ -275,7 +275,7 @@ def plain_in_half(q, k, v, scope):
 
 
 def test_second_derivatives_are_refused_also_beside_a_residual():
-    attn = build("local", d_model=8, num_heads=2, radius=2)
+    attn = build("local", d_model=8, num_heads=2, radius=2, block=4)
     x = torch.randn(1, 5, 8, requires_grad=True)
     with pytest.raises(NotSupportedError, match="first derivatives only"):
         torch.autograd.grad((x + attn(x)).square().sum(), x, create_graph=True)

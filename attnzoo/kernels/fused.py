@@ -3,7 +3,6 @@
 import torch.nn.functional as F
 from einops import rearrange
 
-from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense
 from attnzoo.patterns import Causal, Full
 from attnzoo.scope import Scope
@@ -15,12 +14,10 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     else one bool mask.
 
     A score term goes through `dense`, whose scores have float32: a term of half precision would lose near
-    distances. Documents go through `blocks`, which needs no mask of all pairs.
+    distances.
 
     Cost: O(h q k d) time; O(h q d) memory, and O(q k) where a mask is needed.
     """
-    if scope.documents is not None and q.shape[2] > 1:  # a mask of which pairs share one would be q by k
-        return blocks(q, k, v, scope)
     if scope.score is not None:
         return dense(q, k, v, scope)
     dtype = q.dtype

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
-from attnzoo.kernels.fused import fused
+from attnzoo.kernels.fastest import fastest
 from attnzoo.patterns import Full
 from attnzoo.projections import Separate
 from attnzoo.registry import register
@@ -33,4 +33,4 @@ class GQA(Attention):
         super().__init__(projection, Full(), causal=causal, dropout=dropout, positions=positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        return fused(q, k, v, scope)
+        return fastest(q, k, v, scope)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
 from attnzoo.errors import OptionError
-from attnzoo.kernels.fused import fused
+from attnzoo.kernels.fastest import fastest
 from attnzoo.patterns import Causal
 from attnzoo.projections import Separate
 from attnzoo.registry import register
@@ -38,4 +38,4 @@ class KVCached(Attention):
         super().__init__(projection, Causal(), dropout=dropout, positions=positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        return fused(q, k, v, scope)
+        return fastest(q, k, v, scope)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
-from attnzoo.kernels.blocks import blocks
+from attnzoo.kernels.fastest import fastest
 from attnzoo.options import whole
 from attnzoo.patterns import Causal, Global, Local, Marked, Pattern
 from attnzoo.projections import WithGlobal
@@ -72,8 +72,8 @@ class TwoSets(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         (q, q_far), (k, k_far), (v, v_far) = (x.chunk(2, dim=-1) for x in (q, k, v))
-        near = blocks(q, k, v, dataclasses.replace(scope, pattern=self.near), self.block)
-        far = blocks(q_far, k_far, v_far, dataclasses.replace(scope, pattern=self.far), self.block)
+        near = fastest(q, k, v, dataclasses.replace(scope, pattern=self.near, formula=""), self.block)
+        far = fastest(q_far, k_far, v_far, dataclasses.replace(scope, pattern=self.far, formula=""), self.block)
         return torch.where(self._is_global(scope), far, near)
 
     def weights_for(self, q: Tensor, k: Tensor, scope: Scope) -> Tensor:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
 from attnzoo.errors import OptionError
-from attnzoo.kernels.blocks import blocks
+from attnzoo.kernels.fastest import fastest
 from attnzoo.options import whole
 from attnzoo.patterns import Causal, Full, Pattern, Random
 from attnzoo.projections import Separate
@@ -53,7 +53,8 @@ class RandomSparse(Attention):
         drawn = Random(None if ratio is not None else keys // block, block, seed, share=ratio)
         projection = Separate(d_model, num_heads, num_kv_heads, bias)
         super().__init__(projection, drawn, causal=causal, dropout=dropout, positions=positions)
-        self.drawn, self.redraw, self.train_only = drawn, redraw, train_only
+        self.redraw, self.train_only = redraw, train_only
+        self.everything: Pattern = Causal() if causal else Full()
         self.block = block if block >= 8 else TILE
 
     @property
@@ -61,10 +62,7 @@ class RandomSparse(Attention):
         return self.redraw and self.training
 
     def current_pattern(self) -> Pattern:
-        drawn: Pattern = self.drawn
-        if self.train_only and not self.training:
-            drawn = Full()
-        return drawn & Causal() if self.causal else drawn
+        return self.everything if self.train_only and not self.training else self.pattern
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        return blocks(q, k, v, scope, self.block)
+        return fastest(q, k, v, scope, self.block)

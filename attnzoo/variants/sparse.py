@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
-from attnzoo.kernels.blocks import blocks
+from attnzoo.kernels.fastest import fastest
 from attnzoo.options import whole
 from attnzoo.patterns import Pattern, parse
 from attnzoo.projections import Separate
@@ -44,4 +44,4 @@ class Sparse(Attention):
         self.block = whole("block", block)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        return blocks(q, k, v, scope, self.block)
+        return fastest(q, k, v, scope, self.block)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from attnzoo.kernels.blocks import _remembered
+from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.fused import fused
+from attnzoo.kernels.plan import _remembered
 from tests.mutants.mutant import Mutant
 from tests.mutants.sound import Marking
 
@@ -20,6 +21,7 @@ LOCAL = ("local", {"radius": 4, "block": 3})
 NARROW = ("local", {"radius": 1, "block": 2})
 GLOBAL = ("local", {"radius": 1, "global_tokens": 2, "block": 4, "num_kv_heads": 2})
 BIGBIRD = ("bigbird", {"block": 2, "random_blocks": 1})
+BIGBIRD_IN_GROUPS = ("bigbird", {"block": 2, "random_blocks": 1, "num_kv_heads": 2})
 RANDOM = ("random_sparse", {"keys": 4, "block": 2})
 REDRAW = ("random_sparse", {"keys": 3, "redraw": True})
 GQA = ("gqa", {"num_kv_heads": 2})
@@ -71,10 +73,10 @@ def pictures() -> None:
     assert not runner.summarize(verbose=False).failed
 
 
-def half_gradients() -> None:
+def half_gradients(kernel: Callable[..., torch.Tensor]) -> None:
     """Gradients in half precision, at a length where sums in half precision show."""
     tests = importlib.import_module("tests.test_kernels")
-    tests.test_gradients_in_half_precision_are_as_good_as_a_plain_implementations(fused, torch.bfloat16)
+    tests.test_gradients_in_half_precision_are_as_good_as_a_plain_implementations(kernel, torch.bfloat16)
 
 
 def asserting(module: str, test: str) -> Callable[[], None]:
@@ -117,7 +119,7 @@ CHANGES = [
         caught=("cached_equals_full",),
     ),
     _change(
-        "window too wide in whole blocks", LOCAL,
+        "window too wide in whole blocks", ("sparse", {"pattern": "Local(4) | Random(1, block=4, near=1)", "block": 4}),
         "patterns:Local.covers", "keys.last // self.block - queries.first", "keys.first // self.block - queries.first",
         caught=("gradients_are_those_of_the_pattern",),
     ),
@@ -138,7 +140,7 @@ CHANGES = [
     ),
     _change(
         "marks only of the first sequence", NARROW,
-        "kernels.blocks:_spans", "[1].any(0)", "[1][0].bool()",
+        "kernels.plan:_Planner._spans", "[1].any(0)", "[1][0].bool()",
         caught=("masks_combine",),
     ),
     _change(
@@ -188,22 +190,27 @@ CHANGES = [
         caught=("masks_combine",),
     ),
     _change(
-        "mask forgotten in blocks", LOCAL,
-        "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = None",
+        "mask forgotten in runs of keys", LOCAL,
+        "kernels.parts:Rows._masks", "if scope.mask is not None:", "if False:",
         caught=("masks_combine",),
     ),
     _change(
         "first mask for all sequences", LOCAL,
-        "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = mask[:1, head, row, column]",
+        "kernels.parts:Rows._masks", "scope.mask[(slice(None),", "scope.mask[(slice(1),",
         caught=("masks_combine",),
     ),
     _change(
         "mask of the wrong head", LOCAL,
-        "scope:Scope.less", "mask[:, head, row", "mask[:, head * 0, row",
+        "kernels.parts:Rows._masks", "(self.heads, self.rows, run)", "(slice(1), self.rows, run)",
         caught=("masks_combine",),
     ),
     _change(
-        "mask rows not moved to the end", LOCAL,
+        "mask forgotten in single blocks", BIGBIRD,
+        "scope:Scope.less", "mask = mask[:, head, row, column]", "mask = None",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "mask rows not moved to the end", BIGBIRD,
         "scope:Scope.less", "query.index - offset", "query.index",
         caught=("cached_with_masks",),
     ),
@@ -274,9 +281,8 @@ CHANGES = [
         caught=("padding_of_context_cannot_be_felt",),
     ),
     _change(
-        "padding of a block is seen", LOCAL,
-        "kernels.blocks:_visible", ".sees(*places) & real", ".sees(*places)",
-        "kernels.blocks:_table", "(filled_up | ~covered)", "(~covered)",
+        "padding of a block is seen", BIGBIRD,
+        "kernels.plan:_Planner._gathered", "partial |= filled_up[1] & (blocks == last_block)", "pass",
         caught=("output_is_what_the_pattern_says",),
     ),
     # Numbers
@@ -298,9 +304,29 @@ CHANGES = [
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
-        "groups tiled in blocks", GLOBAL,
-        "kernels.blocks:_parts", "head // (heads // groups)", "head % groups",
+        "groups tiled in blocks", BIGBIRD_IN_GROUPS,
+        "kernels.plan:_Planner._gathered", "head // self.group", "head % (self.heads // self.group)",
         caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "heads read in another order in blocks", GLOBAL,
+        "kernels.parts:Rows.queries", "x[:, self.heads, self.rows]", "x[:, self.heads, self.rows].flip(1)",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "one mask for all of a shape", LOCAL,
+        "kernels.plan:_Planner._kept", "hidden.cpu().numpy().tobytes(), hidden.shape", "b'', hidden.shape",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "the last key of a run left out", LOCAL,
+        "kernels.plan:_Planner._trimmed", "int(by_any[-1]) + 1", "max(1, int(by_any[-1]))",
+        caught=("output_is_what_the_pattern_says",),
+    ),
+    _change(
+        "another pattern in a graph", LOCAL,
+        "kernels.operator:_call", "parse(formula)", "parse('Full()')",
+        caught=("compiles",),
     ),
     _change(
         "heads interleaved on the way out", GQA,
@@ -314,7 +340,7 @@ CHANGES = [
     ),
     _change(
         "keys detached in blocks", LOCAL,
-        "kernels.blocks:_backward", "if more is not None:", "if more is not None and total is not sums[0]:",
+        "kernels.products:gradients", "some.add(part, of_k[chosen], narrow, part.queries(some.q))", "pass",
         caught=("gradients_are_those_of_the_pattern",),
     ),
     _change(
@@ -348,7 +374,7 @@ CHANGES = [
     ),
     _change(
         "no score in blocks", LOCAL,
-        "kernels.blocks:_attend", "if scope.score is not None:", "if False:",
+        "kernels.products:_Sequences.weights", "if self.scope.score is not None:", "if False:",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
@@ -374,17 +400,17 @@ CHANGES = [
     ),
     _change(
         "gradients summed in half precision", LOCAL,
-        "kernels.blocks:_backward", "torch.promote_types(grad.dtype, torch.float32)", "grad.dtype",
-        caught=("queries_that_see_nothing_give_no_gradient",),
+        "kernels.products:gradients", "dtype=_wide(x)", "dtype=x.dtype",
+        witness=functools.partial(half_gradients, functools.partial(blocks, block=4)),
     ),
     _change(
         "half precision on a CPU", GQA,
         "kernels.fused:fused", "q, k, v = q.float(), k.float(), v.float()", "pass",
-        witness=half_gradients,
+        witness=functools.partial(half_gradients, fused),
     ),
     _change(
         "single precision for doubles", LOCAL,
-        "kernels.blocks:_gather", "torch.promote_types(q.dtype, torch.float32)", "torch.float32",
+        "kernels.products:_wide", "torch.promote_types(x.dtype, torch.float32)", "torch.float32",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
@@ -477,17 +503,17 @@ CHANGES = [
     ),
     _change(
         "no dropout in blocks", LOCAL,
-        "kernels.blocks:_attend", "if scope.dropout:", "if False:",
+        "kernels.products:_Sequences.weights", "if self.scope.dropout:", "if False:",
         caught=("dropout_is_for_training",),
     ),
     _change(
         "dropout without its scale in blocks", LOCAL,
-        "kernels.blocks:_attend", "* kept / (1 - scope.dropout)", "* kept",
+        "kernels.products:_Sequences.weights", " / (1 - self.scope.dropout)", "",
         caught=("dropout_keeps_the_mean",),
     ),
     _change(
         "other drops in backward", LOCAL,
-        "kernels.blocks:_attend", "generator=generator, ", "",
+        "kernels.products:_Sequences.weights", "generator=generator, ", "",
         caught=("dropout_is_the_same_in_backward",),
     ),
     _change(
@@ -524,26 +550,26 @@ CHANGES = [
     ),
     # Sizes and travel
     _change(
-        "blocks not filled up", LOCAL,
-        "kernels.blocks:_cut",
-        "filled = F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()",
-        "filled = x[:, :, : x.shape[2] - x.shape[2] % size] if missing and x.shape[2] > size else F.pad(x, "
-        "(0, 0, 0, missing))",
+        "blocks not filled up", BIGBIRD,
+        "kernels.products:_cut",
+        "F.pad(x, (0, 0, 0, missing)) if missing else x",
+        "x[:, :, : x.shape[2] + missing - size] if missing else x",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
         "an empty batch fails", LOCAL,
-        "kernels.blocks:blocks", "q.numel() == 0 or", "",
+        "kernels.fastest:choose", "q.numel() == 0 or keys == 0", "False",
+        "kernels.blocks:applies", " and q.numel() > 0 and k.shape[2] > 0", "",
         caught=("cached_equals_full",),
     ),
     _change(
         "blocks alone in a graph", LOCAL,
-        "kernels.blocks:blocks", "torch.compiler.is_compiling() or", "",
+        "kernels.blocks:applies", "not torch.compiler.is_compiling() and ", "",
         caught=("compiles",),
     ),
     _change(
         "no way through torch.func", LOCAL,
-        "kernels.blocks:_transformed", "level is not None and level() is not None", "False",
+        "kernels.blocks:applies", "level is not None and level() is not None", "False",
         caught=("samples_have_gradients_of_their_own",),
     ),
     _change(

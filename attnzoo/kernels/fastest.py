@@ -1,0 +1,85 @@
+"""Which kernel computes a call, and why: the one place where that is chosen."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo.kernels.blocks import applies, blocks
+from attnzoo.kernels.dense import dense
+from attnzoo.kernels.fused import fused
+from attnzoo.kernels.operator import blocks_in_graph, takes
+from attnzoo.kernels.plan import plan
+from attnzoo.patterns import Causal, Full
+from attnzoo.scope import Scope
+from attnzoo.shapes import Heads, Keys, Queries, Values
+
+DENSE = 0.7  # the share of all scores from which on computing all of them is faster
+MOST = 2**24  # scores of one sequence that a mask may be made for
+LEAST_BLOCK = 16  # smaller blocks are there to be tested, and always used
+
+
+class Choice(NamedTuple):
+    """A kernel, and why it is the one."""
+
+    kernel: Literal["dense", "fused", "blocks", "blocks_in_graph"]
+    reason: str
+
+
+def fastest(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Heads:
+    """Attention by the fastest kernel that computes this scope right; all give the same.
+
+    Args:
+        block: tokens a block, where it is computed in blocks.
+    Cost: that of the kernel; `attnzoo show NAME --shape` says which.
+    """
+    choice = choose(q, k, scope, block)
+    if _recorded is not None:
+        _recorded.append(choice)
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    if choice.kernel == "fused":
+        return fused(q, k, v, scope)
+    if choice.kernel == "blocks":
+        return blocks(q, k, v, scope, block)
+    if choice.kernel == "blocks_in_graph":
+        return blocks_in_graph(q, k, v, scope, block)
+    return dense(q, k, v, scope)
+
+
+def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
+    """The kernel for a call, from what its scope needs and how large it is."""
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    if q.numel() == 0 or keys == 0:
+        return Choice("dense", "there is nothing to compute")
+    plain = scope.pattern in (Full(), Causal()) and (scope.documents is None or queries == 1)
+    if plain and scope.score is None:
+        return Choice("fused", "the pattern is one that torch's fused attention knows")
+    if queries == 1 and scope.score is None:
+        return Choice("fused", "one query reads all its keys in one product")
+    if not applies(q, k):
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and takes(scope, heads):
+            return Choice("blocks_in_graph", "a compiled graph calls blocks as an operator")
+        return Choice("dense", "here only plain operations work, as in exported programs and under torch.func")
+    if plain and heads * queries * keys <= MOST:
+        return Choice("dense", "a score term wants all scores in float32, and they are few")
+    if scope.score is None and not scope.dropout and block >= LEAST_BLOCK and heads * queries * keys <= MOST:
+        share = plan(scope, heads, k.shape[1], block, q.device).pairs / (heads * queries * keys)
+        if share >= DENSE:
+            return Choice("fused", f"blocks would compute {share:.0%} of all scores")
+    return Choice("blocks", "what the pattern can't reach is not computed")
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[list[Choice]]:
+    """Within it, `fastest` computes nothing: it adds what it would choose to the list."""
+    global _recorded
+    _recorded, before = [], _recorded
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
+
+
+_recorded: list[Choice] | None = None
