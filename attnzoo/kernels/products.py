@@ -28,7 +28,8 @@ class Call(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """The heads [b, h, q, f], laid out as tokens are, so that joining them copies nothing."""
     queries, (q, k, v) = q.shape[2], _cut(call.plan, q, k, v)
-    out = _token_order(q, v.shape[-1], call.plan)
+    make = q.new_empty if call.plan.complete else q.new_zeros
+    out = make(len(q), q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     for chosen, some in _sequences(q, k, v, call):
         for number, part in enumerate(call.plan.parts):
             weights = some.weights(number, part)
@@ -42,8 +43,8 @@ def gradients(
     """The gradients of q, k, v and the score's parameters."""
     queries, keys, scale = q.shape[2], k.shape[2], q.shape[-1] ** -0.5
     (grad,), (q, k, v) = _cut(call.plan, grad), _cut(call.plan, q, k, v)
-    of_q = _token_order(q, q.shape[-1], call.plan)
-    of_k, of_v = (torch.zeros(x.shape, dtype=_wide(x), device=x.device) for x in (k, v))
+    of_q = torch.empty_like(q) if call.plan.complete else torch.zeros_like(q)
+    of_k, of_v = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
     of_parameters: list[Tensor | None] = [None] * len(parameters)
     for chosen, some in _sequences(q, k, v, call):
         above = grad[chosen].to(some.v.dtype)
@@ -182,11 +183,6 @@ def _over_keys(part: Part, weights: Tensor, values: Tensor) -> Tensor:
     for columns, run in others:
         out.baddbmm_(columns, run)
     return out
-
-
-def _token_order(q: Tensor, features: int, plan: Plan) -> Tensor:
-    make = q.new_empty if plan.complete else q.new_zeros
-    return make(len(q), q.shape[2], q.shape[1], features).transpose(1, 2)
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -32,8 +32,8 @@ def bigbird(
     Source: Zaheer et al. 2020 (BigBird-ITC), section 2 and appendix D, arXiv:2007.14062. There random blocks are
         drawn from the whole sequence and the last block is global too; here nothing depends on what comes later, so
         that a row has about twice `random_blocks` on average where not causal, early ones more.
-    Cost: O(t (window_blocks + global_blocks + 2 random_blocks) block e) time, O(t e) memory; in a
-        compiled or exported graph O(t^2 e) and O(h t^2).
+    Cost: O(t (window_blocks + global_blocks + 2 random_blocks) block e) time, O(t e) memory; in an
+        exported program O(t^2 e) and O(h t^2).
     """
     if whole("window_blocks", window_blocks) % 2 == 0:
         raise OptionError(

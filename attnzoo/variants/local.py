@@ -40,7 +40,8 @@ def local(
         num_kv_heads: key-value heads, each shared by a group of query heads; as many as query heads where left out.
     Source: Beltagy et al. 2020, section 3.1, arXiv:2004.05150; the paper's window w is 2 * radius. The second set
         is its "Linear Projections for Global Attention", which there starts as a copy of the first and here does not.
-    Cost: O(t radius e) time, O(t e) memory; in a compiled or exported graph O(t^2 e) and O(h t^2).
+    Cost: O(t radius e) time, O(t e) memory; in an exported program O(t^2 e) and O(h t^2),
+        and with global_projections in a compiled one too.
     """
     pattern: Pattern = Local(radius) | Marked(mutual=True)
     if whole("global_tokens", global_tokens, least=0):

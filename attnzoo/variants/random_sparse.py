@@ -37,7 +37,7 @@ class RandomSparse(Attention):
     Source: the random part of Zaheer et al. 2020, section 2, arXiv:2007.14062; `train_only` is how tutorials read
         it.
     Cost: O(t keys e) time in blocks of 8 tokens and more, O(t^2 e) below, as nearly every tile of keys is touched;
-        O(t e) memory; in a compiled or exported graph O(t^2 e) and O(h t^2).
+        O(t e) memory; in an exported program O(t^2 e) and O(h t^2).
     """
 
     def __init__(

@@ -29,8 +29,8 @@ class Sparse(Attention):
         dropout: the share of weights dropped in training.
         positions: "rotary" turns queries and keys, "alibi" takes distance off the scores.
     Source: Child et al. 2019, section 4, arXiv:1904.10509, for sparse patterns at large; theirs are other ones.
-    Cost: O(p e) time for p pairs in the blocks that the pattern touches, O(t e) memory; in a compiled or
-        exported graph O(t^2 e) and O(h t^2).
+    Cost: O(p e) time for p pairs in the blocks that the pattern touches, O(t e) memory; in an
+        exported program O(t^2 e) and O(h t^2).
     """
 
     def __init__(
