@@ -17,6 +17,7 @@ from attnzoo.scope import Scope
 from attnzoo.shapes import Heads, Keys, Queries, Values
 
 DENSE = 0.7  # the share of all scores from which on computing all of them is faster
+FEW = 2**19  # scores in all that are computed faster at once than in parts
 MOST = 2**24  # scores of one sequence that a mask may be made for
 LEAST_BLOCK = 16  # smaller blocks are there to be tested, and always used
 
@@ -50,7 +51,8 @@ def fastest(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> He
 
 def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
     """The kernel for a call, from what its scope needs and how large it is."""
-    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
     if q.numel() == 0 or keys == 0:
         return Choice("dense", "there is nothing to compute")
     plain = scope.pattern in (Full(), Causal()) and (scope.documents is None or queries == 1)
@@ -62,7 +64,7 @@ def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and takes(scope, heads):
             return Choice("blocks_in_graph", "a compiled graph calls blocks as an operator")
         return Choice("dense", "here only plain operations work, as in exported programs and under torch.func")
-    if plain and heads * queries * keys <= MOST:
+    if plain and batch * heads * queries * keys <= FEW:
         return Choice("dense", "a score term wants all scores in float32, and they are few")
     if scope.score is None and not scope.dropout and block >= LEAST_BLOCK and heads * queries * keys <= MOST:
         share = plan(scope, heads, k.shape[1], block, q.device).pairs / (heads * queries * keys)

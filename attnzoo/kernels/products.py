@@ -155,7 +155,7 @@ class _Sequences:
             raw, shaped = (raw, shaped) if traced else (None, None)
         lowest = torch.finfo(self.wide).min
         hides = part.hide(by_head, self.scope, lowest)
-        scores = by_head.view(scores.shape)
+        scores = by_head.reshape(scores.shape)
         values = torch.softmax(scores, -1, out=self.memory("weights", scores.shape, self.wide))
         empty = scores.amax(-1, keepdim=True) == lowest if hides else None
         kept = None
