@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint wheel docs mutants conformance
+.PHONY: train test lint wheel docs mutants conformance performance
 
 train: .venv/installed
 	$(BIN)/attnzoo train recipes/bigbird.yaml
@@ -25,6 +25,9 @@ docs: .venv/installed
 conformance: .venv/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[conformance]'
 	$(BIN)/python docs/conformance/write.py
+
+performance: .venv/installed
+	$(BIN)/python docs/performance/write.py
 
 mutants: .venv/installed
 	$(BIN)/python -m tests.mutants.matrix

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import attnzoo
-from attnzoo.cli import check, generate, list, new, recipes, show, train, validate
+from attnzoo.cli import bench, check, generate, list, new, recipes, show, train, validate
 from attnzoo.errors import AttnzooError
 
 UsageError: Any = typer.BadParameter.__base__  # what typer raises for any wrong use, and does not export
@@ -22,8 +22,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help, in a quarter of the time
 )
-for verb in (train.train, generate.generate, list.list_, show.show, check.check, validate.validate, new.new):
-    app.command(name=verb.__name__.rstrip("_"), no_args_is_help=verb is not list.list_)(verb)
+VERBS = (
+    train.train, generate.generate, list.list_, show.show, check.check, bench.bench, validate.validate, new.new,
+)  # fmt: skip
+for verb in VERBS:
+    app.command(name=verb.__name__.rstrip("_"), no_args_is_help=verb not in (list.list_, bench.bench))(verb)
 app.add_typer(recipes.app, name="recipes")
 
 
@@ -32,7 +35,7 @@ def attnzoo_(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; goes anywhere.")] = False,
 ) -> None:
-    """A zoo of attention variants: list them, check them, train them."""
+    """A zoo of attention variants: list them, check them, measure them, train them."""
     if version:
         print(attnzoo.__version__)
 
