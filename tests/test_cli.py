@@ -108,6 +108,17 @@ def test_show_tells_options_with_their_meaning_and_draws_the_pattern(run):
         assert fact in out
 
 
+def test_show_says_which_kernel_computes_a_shape(run):
+    status, out, _ = run("show", "local:radius=64,causal=true", "--shape", "1,1024,4,8", "--json")
+    found = {mode: [choice["kernel"] for choice in choices] for mode, choices in json.loads(out).items()}
+    assert (status, found) == (0, {"training": ["blocks"], "eval": ["blocks"], "decoding": ["fused"]})
+    assert "written out in the variant" in run("show", "vanilla", "--shape", "1,9000000,4,8")[1]
+    for shape in ("1,2,3", "1,2,3,x", "0,2,3,4"):
+        status, out, err = run("show", "vanilla", "--shape", shape)
+        assert (status, out) == (2, "")
+        assert "as in 1,4096,8,64" in err
+
+
 @pytest.mark.parametrize("name", attnzoo.list_variants())
 def test_show_works_for_every_variant(run, name):
     assert run("show", name)[0] == 0

@@ -8,8 +8,10 @@ import torch
 from attnzoo import NotSupportedError, attend, build
 from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense
+from attnzoo.kernels.fastest import choose, explained, fastest
 from attnzoo.kernels.fused import fused
-from attnzoo.patterns import Causal, Full, Global, Local, Random
+from attnzoo.kernels.plan import plan
+from attnzoo.patterns import Causal, Full, Global, Local, Marked, Random
 from attnzoo.scope import Scope, places
 from attnzoo.scores import Alibi, Score
 from tests.test_patterns import EXPRESSIONS
@@ -303,3 +305,66 @@ def test_a_mask_that_is_changed_before_backward_is_noticed(fact):
     facts[fact].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length", "facts", "kernel"),
+    [
+        (Causal(), 4096, {}, "fused"),
+        (Causal(), 32, {"score": Alibi(HEADS)}, "dense"),
+        (Causal(), 1024, {"score": Alibi(HEADS)}, "blocks"),
+        (Causal(), 1024, {"documents": torch.arange(1024)[None] // 300}, "blocks"),
+        (Local(64), 1024, {}, "blocks"),
+        (Local(64), 100, {}, "fused"),
+        (Local(64), 100, {"dropout": 0.1}, "blocks"),
+        (Random(4), 4096, {}, "blocks"),  # touches nearly all, but a mask of all pairs would be large
+        (Local(64), 0, {}, "dense"),
+    ],
+)
+def test_the_kernel_is_chosen_by_what_the_scope_needs_and_by_size(pattern, length, facts, kernel):
+    q, k = torch.zeros(1, HEADS, length, 8), torch.zeros(1, GROUPS, length, 8)
+    scope = scope_of(pattern, length, length, **facts)
+    assert choose(q, k, scope).kernel == kernel
+    with explained() as choices:
+        fastest(q, k, k, scope)
+    assert choices == [choose(q, k, scope)]
+
+
+def test_one_query_needs_no_plan():
+    scope = scope_of(Local(64), 1, 1024)
+    assert choose(torch.zeros(1, HEADS, 1, 8), torch.zeros(1, GROUPS, 1024, 8), scope).kernel == "fused"
+
+
+@pytest.mark.parametrize(
+    "pattern", [Local(40), Local(9) | Global(3), Random(1, block=16), Causal() & Local(70)], ids=str
+)
+def test_every_choice_gives_the_same(pattern):
+    for length in (33, 90, 200):
+        q, k, v = inputs(length, length)
+        wanted = fastest(q, k, v, scope_of(pattern, length, length), block=16)
+        torch.testing.assert_close(blocks(q, k, v, scope_of(pattern, length, length), block=16), wanted)
+        torch.testing.assert_close(dense(q, k, v, scope_of(pattern, length, length)), wanted)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_blocks_under_marks(batch):
+    """Marks differ between sequences, and reach rows and columns beyond the window."""
+    marked = torch.zeros(batch, 23, dtype=torch.bool)
+    marked[torch.arange(batch), 5 * torch.arange(batch) + 2] = True
+    for pattern in (Local(2) | Marked(mutual=True), Causal() | Marked(), Random(1, block=4) | Marked(mutual=True)):
+        query, key = places(HEADS, 23, 23, torch.device("cpu"), marked)
+        same(blocks, *inputs(23, 23, batch=batch), Scope(pattern, query, key, marked=marked), block=4)
+
+
+def test_many_sequences_are_computed_some_at_a_time():
+    facts = masks("everything", 200, 200, batch=40)
+    scope = scope_of(Local(60), 200, 200, score=Alibi(HEADS), **facts)
+    same(blocks, *inputs(200, 200, batch=40), scope)
+
+
+def test_plans_are_remembered_by_value_and_hold_one_mask_for_all_alike():
+    remembered = scope_of(Local(100), 5000, 5000)
+    made = plan(remembered, HEADS, GROUPS, 64, torch.device("cpu"))
+    assert plan(scope_of(Local(100), 5000, 5000), HEADS, GROUPS, 64, torch.device("cpu")) is made
+    hidden = {part.hidden.untyped_storage().data_ptr() for rows in made.parts for part in rows.partial}
+    assert len(hidden) <= 10

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnzoo.cli.screen import Json, folded, write_json
+from attnzoo.cli.screen import Json, folded, write_json, write_table
 
 if TYPE_CHECKING:
     from attnzoo.registry import Description
@@ -16,10 +16,21 @@ TOKENS = 24
 
 
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A variant.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A variant; with --shape options may follow, as in local:radius=256.")
+    ],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B,N,H,D", help="Say which kernel computes B sequences, N tokens, H heads, D features each."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Show one variant: its options, what it supports, its pattern."""
+    """Show one variant: its options, what it supports, its pattern; or the kernel for a shape, and why."""
+    if shape is not None:
+        show_kernels(name, shape, json)
+        return
     from attnzoo import registry
 
     about = registry.describe(name)
@@ -40,6 +51,17 @@ def show(
         if fact:
             print(folded(f"{title}: {fact}"))
     print(f"\n{drawing(name)}")
+
+
+def show_kernels(subject: str, shape: str, json: bool) -> None:
+    """Says which kernel a variant takes for a shape."""
+    from attnzoo.bench.kernels import kernels
+
+    found = kernels(subject, shape)
+    if json:
+        write_json({mode: [choice._asdict() for choice in choices] for mode, choices in found.items()})
+    else:
+        write_table({mode: "; ".join(f"{kernel}: {why}" for kernel, why in choices) for mode, choices in found.items()})
 
 
 def as_json(about: "Description") -> dict[str, Any]:

@@ -64,8 +64,11 @@ def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and takes(scope, heads):
             return Choice("blocks_in_graph", "a compiled graph calls blocks as an operator")
         return Choice("dense", "here only plain operations work, as in exported programs and under torch.func")
-    if plain and batch * heads * queries * keys <= FEW:
-        return Choice("dense", "a score term wants all scores in float32, and they are few")
+    if plain and scope.score is not None:
+        few = batch * heads * queries * keys <= FEW
+        return (
+            Choice("dense", "few scores with a term") if few else Choice("blocks", "many scores with a term, in parts")
+        )
     if scope.score is None and not scope.dropout and block >= LEAST_BLOCK and heads * queries * keys <= MOST:
         share = plan(scope, heads, k.shape[1], block, q.device).pairs / (heads * queries * keys)
         if share >= DENSE:
