@@ -24,7 +24,8 @@ class Partial(NamedTuple):
 class Rows:
     """Consecutive queries of consecutive heads that look at the same few runs of keys, all read as slices.
 
-    The heads are whole groups, `groups` of them, or lie within one. `place` is where the first row stands.
+    The heads are whole groups, `groups` of them, or lie within one. `place` is where the first row stands, and
+    `empties` says that the pattern may show some rows nothing.
     """
 
     heads: slice
@@ -33,6 +34,7 @@ class Rows:
     runs: tuple[slice, ...]
     partial: tuple[Partial, ...]
     place: int
+    empties: bool
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -68,7 +70,7 @@ class Rows:
         return Place(row, head), Place(column[None, None], head)
 
     def hide(self, scores: Tensor, scope: Scope, lowest: float) -> bool:
-        """Overwrites the scores [b, heads, rows, keys] of what may not be looked at; whether there may be any."""
+        """Overwrites the scores [b, heads, rows, keys] of what may not be looked at; whether rows may be empty."""
         for first, last, hidden in self.partial:
             if hidden is None:
                 query, key = self.places(scores.device)
@@ -76,7 +78,7 @@ class Rows:
                 hidden = ~scope.pattern.sees(row, column)
             scores[..., first:last].masked_fill_(hidden, lowest)
         if scope.pattern_alone:
-            return bool(self.partial)
+            return self.empties
         first = 0
         for run in self.runs:
             columns = scores[..., first : first + _length(run)]
@@ -148,7 +150,7 @@ class Gathered:
         """Adds what belongs to the blocks, [b i, m block, d], to total [b, g, k, d]."""
         blocks = total.unflatten(2, (-1, self.size[1])).flatten(1, 2)
         more = piece.unflatten(1, (-1, self.size[1])).unflatten(0, (len(total), -1)).flatten(1, 2)
-        blocks.index_add_(1, self._numbers(total), more.to(total.dtype))
+        blocks.index_add_(1, self._numbers(total), more)
 
     def places(self, device: torch.device) -> tuple[Place, Place]:
         """Where queries and keys stand, over [tiles, rows, keys]; past the end where the last ones are filled up."""
@@ -160,7 +162,7 @@ class Gathered:
         return Place(row, head), Place(column.flatten(1)[:, None], head)
 
     def hide(self, scores: Tensor, scope: Scope, lowest: float) -> bool:
-        """Overwrites the scores [b, tiles, rows, keys] of what may not be looked at; whether there may be any."""
+        """Overwrites the scores [b, tiles, rows, keys] of what may not be looked at; whether rows may be empty."""
         item, slot = self.partial
         if len(item):
             blocks = scores.unflatten(3, (-1, self.size[1]))

@@ -147,26 +147,29 @@ class _Planner:
         rows = slice(first, min(first + self.size[0], self.lengths[0]))
         runs: list[slice] = []
         found: list[Partial] = []
-        column = 0
+        column, empties = 0, True
         for run in blocks:
             tokens = slice(int(run[0]) * block, min((int(run[-1]) + 1) * block, self.lengths[1]))
+            to_all = not partial
             if partial:
-                tokens, ranges = self._trimmed(heads, rows, tokens)
+                tokens, ranges, to_all = self._trimmed(heads, rows, tokens)
                 found += (Partial(column + a, column + z, hidden) for a, z, hidden in ranges)
+            empties = empties and not to_all
             if tokens.stop > tokens.start:
                 runs.append(tokens)
             column += tokens.stop - tokens.start
         if runs:
-            self.parts += self._cut(heads, rows, tuple(runs), found, column)
+            self.parts += self._cut(heads, rows, tuple(runs), found, column, empties)
         else:
             self.complete = False
 
-    def _trimmed(self, heads: slice, rows: slice, run: slice) -> tuple[slice, list[Partial]]:
-        """A run without what nobody sees at its ends, and the columns of it that are seen in part."""
+    def _trimmed(self, heads: slice, rows: slice, run: slice) -> tuple[slice, list[Partial], bool]:
+        """A run without what nobody sees at its ends, the columns of it that are seen in part, and whether every row
+        surely sees some of it."""
         head_count = heads.stop - heads.start if self.pattern.per_head else 1
         length = run.stop - run.start
         if self.asked or head_count * (rows.stop - rows.start) * length > MASKS // 4:
-            return run, [Partial(0, length, None)]
+            return run, [Partial(0, length, None)], False
         head = torch.arange(heads.start, heads.start + head_count)[:, None, None]
         row = torch.arange(self.offset + rows.start, self.offset + rows.stop)[:, None]
         seen = self.pattern.sees(Place(row, head), Place(torch.arange(run.start, run.stop), head))
@@ -175,15 +178,14 @@ class _Planner:
             seen = seen[:1]
         by_any = seen.flatten(0, 1).any(0).numpy().nonzero()[0]
         if not len(by_any):
-            return slice(run.start, run.start), []
+            return slice(run.start, run.start), [], False
         first, last = int(by_any[0]), int(by_any[-1]) + 1
         hidden = ~seen[:, :, first:last]
         columns = hidden.flatten(0, 1).any(0).numpy().nonzero()[0]
         ranges = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1) if len(columns) else ()
         ends = ((int(some[0]), int(some[-1]) + 1) for some in ranges)
-        return slice(run.start + first, run.start + last), [
-            Partial(a, z, self._kept(hidden[:, :, a:z])) for a, z in ends
-        ]
+        found = [Partial(a, z, self._kept(hidden[:, :, a:z])) for a, z in ends]
+        return slice(run.start + first, run.start + last), found, bool(seen.any(-1).all())
 
     def _kept(self, hidden: Tensor) -> Tensor | None:
         """One tensor for all masks that are equal, None where the plan would hold too many."""
@@ -195,7 +197,7 @@ class _Planner:
         return self.masks[key]
 
     def _cut(
-        self, heads: slice, rows: slice, runs: tuple[slice, ...], partial: list[Partial], columns: int
+        self, heads: slice, rows: slice, runs: tuple[slice, ...], partial: list[Partial], columns: int, empties: bool
     ) -> Iterator[Rows]:
         """Few enough heads, and then rows, for a part's size."""
         count = heads.stop - heads.start
@@ -215,7 +217,7 @@ class _Planner:
                         if len(hidden) > 1:
                             hidden = hidden[head - heads.start : own.stop - heads.start]
                     kept.append(part._replace(hidden=hidden))
-                yield Rows(own, groups, few, runs, tuple(kept), self.offset + row)
+                yield Rows(own, groups, few, runs, tuple(kept), self.offset + row, empties)
 
     def _gathered(self, items: list[_Item]) -> Gathered:
         head, tile = (torch.tensor([item[i] for item in items], device=self.device) for i in (0, 1))

@@ -31,9 +31,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     make = q.new_empty if call.plan.complete else q.new_zeros
     out = make(len(q), q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     for chosen, some in _sequences(q, k, v, call):
+        of_some = out[chosen]
         for number, part in enumerate(call.plan.parts):
             weights = some.weights(number, part)
-            part.put(out[chosen], weights.of_seeing(_over_keys(part, some.lean(weights.dropped), some.v)))
+            part.put(of_some, weights.of_seeing(_over_keys(part, some.lean(weights.dropped), some.v)))
     return out[:, :, :queries]
 
 
@@ -47,23 +48,23 @@ def gradients(
     of_k, of_v = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
     of_parameters: list[Tensor | None] = [None] * len(parameters)
     for chosen, some in _sequences(q, k, v, call):
-        above = grad[chosen].to(some.v.dtype)
+        above, some_q, some_k, some_v = grad[chosen].to(some.v.dtype), of_q[chosen], of_k[chosen], of_v[chosen]
         for number, part in enumerate(call.plan.parts):
             weights = some.weights(number, part, parameters)
             rows = weights.of_seeing(part.queries(above))
-            some.add(part, of_v[chosen], some.lean(weights.dropped), rows)
-            of_weights = some.products(part, "of weights", rows, some.v)
+            some.add(part, some_v, some.lean(weights.dropped), rows)
+            of_weights = some.widened("of weights, wide", some.products(part, "of weights", rows, some.v))
             if weights.kept is not None:
                 of_weights = of_weights * weights.kept
-            of_scores = some.memory("of scores", weights.values.shape, weights.values.dtype)
+            of_scores = some.memory("of scores", weights.values.shape, some.wide)
             mean = torch.mul(of_weights, weights.values, out=of_scores).sum(-1, keepdim=True)
             torch.sub(of_weights, mean, out=of_scores).mul_(weights.values)
             if weights.shaped is not None:
                 of_scores, found = weights.through_score(of_scores, parameters)
                 of_parameters = [_sum(old, new) for old, new in zip(of_parameters, found, strict=True)]
             narrow = some.lean(of_scores)
-            part.put(of_q[chosen], _over_keys(part, narrow, some.k).mul_(scale))
-            some.add(part, of_k[chosen], narrow, part.queries(some.q))
+            part.put(some_q, _over_keys(part, narrow, some.k).mul_(scale))
+            some.add(part, some_k, narrow, part.queries(some.q))
     of_k, of_v = of_k.mul_(scale).to(k.dtype)[:, :, :keys], of_v.to(v.dtype)[:, :, :keys]
     return [of_q[:, :, :queries], of_k, of_v, *of_parameters]
 
@@ -111,20 +112,30 @@ class _Sequences:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, seed: int, held: dict[str, Tensor]) -> None:
         self.scope, self.seed, self.held, self.wide = scope, seed, held, _wide(q)
+        self.views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self.scale = q.shape[-1] ** -0.5
         # On a CPU products of float16 are slow.
         dtype = q.dtype if q.dtype == torch.bfloat16 or q.device.type != "cpu" else self.wide
         self.q, self.k, self.v, self.k_wide = q.to(dtype), k.to(dtype), v.to(dtype), k.to(self.wide)
 
-    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for one use at a time: fresh memory of this size costs as much as a product."""
-        size = math.prod(shape)
-        if name not in self.held or self.held[name].numel() < size:
-            self.held[name] = torch.empty(size, dtype=dtype, device=self.q.device)
-        return self.held[name][:size].view(shape)
+        found = self.views.get((name, shape))
+        if found is None:
+            size = math.prod(shape)
+            if name not in self.held or self.held[name].numel() < size:
+                self.views.clear()  # they would hold what is smaller
+                self.held[name] = torch.empty(size, dtype=dtype, device=self.q.device)
+            found = self.views[name, shape] = self.held[name][:size].view(shape)
+        return found
 
     def lean(self, x: Tensor) -> Tensor:
         """In the dtype of the products."""
         return x if x.dtype == self.q.dtype else self.memory("lean", x.shape, self.q.dtype).copy_(x)
+
+    def widened(self, name: str, x: Tensor) -> Tensor:
+        """In the dtype of sums: an operation on two dtypes would do this too, in fresh memory."""
+        return x if x.dtype == self.wide else self.memory(name, x.shape, self.wide).copy_(x)
 
     def products(self, part: Part, name: str, rows: Tensor, keys: Tensor) -> Tensor:
         """Each row [x, m, d] with each key of the part: [x, m, keys]."""
@@ -137,12 +148,13 @@ class _Sequences:
         """Adds to each key of the part the rows [x, m, d] by their weights for it."""
         for run, columns in enumerate(part.split(weights)):
             shape = (len(columns), columns.shape[2], rows.shape[2])
-            part.add(total, run, torch.bmm(columns.mT, rows, out=self.memory(f"keys {run}", shape, rows.dtype)))
+            piece = torch.bmm(columns.mT, rows, out=self.memory(f"keys {run}", shape, rows.dtype))
+            part.add(total, run, self.widened(f"keys {run}, wide", piece))
 
     def weights(self, number: int, part: Part, parameters: Sequence[Tensor] | None = None) -> Weights:
         """Softmax over what may be looked at; with `parameters` for gradients."""
         rows = part.queries(self.q)
-        scaled = torch.mul(rows, rows.shape[-1] ** -0.5, out=self.memory("scaled", rows.shape, self.wide))
+        scaled = torch.mul(rows, self.scale, out=self.memory("scaled", rows.shape, self.wide))
         scores = self.products(part, "scores", scaled, self.k_wide)
         by_head = scores.view(-1, *part.shape)
         raw = shaped = None
@@ -154,10 +166,10 @@ class _Sequences:
             by_head = shaped.detach().to(self.wide, copy=True)
             raw, shaped = (raw, shaped) if traced else (None, None)
         lowest = torch.finfo(self.wide).min
-        hides = part.hide(by_head, self.scope, lowest)
+        empties = part.hide(by_head, self.scope, lowest)
         scores = by_head.reshape(scores.shape)
         values = torch.softmax(scores, -1, out=self.memory("weights", scores.shape, self.wide))
-        empty = scores.amax(-1, keepdim=True) == lowest if hides else None
+        empty = scores.amax(-1, keepdim=True) == lowest if empties else None
         kept = None
         if self.scope.dropout:
             generator = torch.Generator(scores.device).manual_seed(self.seed + number)  # backward must drop the same
