@@ -7,14 +7,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from attnzoo.cache import Cache
+from attnzoo.cache import Cache, Piece
 from attnzoo.errors import CacheError, InputError, NotSupportedError, OptionError
 from attnzoo.kernels.dense import dense, dense_weights, without_autocast
 from attnzoo.kernels.fastest import fastest
 from attnzoo.options import choice, share, whole
 from attnzoo.patterns import Causal, Full, Pattern, formula_of
-from attnzoo.positions import count_visible, rotate
+from attnzoo.positions import count_visible, rotate, turns
 from attnzoo.projections import Projection
+from attnzoo.ring import Kept
 from attnzoo.scope import Scope, check_documents, check_key_mask, check_marked, check_mask, places
 from attnzoo.scores import Alibi, Score
 
@@ -96,7 +97,10 @@ class Attention(nn.Module):
     # What a variant may override
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        """The heads [b, h, q, f] from q [b, h, q, d], k [b, g, k, d], v [b, g, k, f]."""
+        """The heads [b, h, q, f] from q [b, h, q, d], k [b, g, k, d], v [b, g, k, f].
+
+        With the cache of a window, keys may have gaps: `scope.key` says where each stands.
+        """
         return dense(q, k, v, scope)
 
     def visible_for(self, q: Tensor, k: Tensor, scope: Scope) -> Tensor:
@@ -144,11 +148,11 @@ class Attention(nn.Module):
             CacheError: the cache is full or made for something else; it is left as it was.
             NotSupportedError: the variant declares that it does without.
         """
-        q, k, v, scope, appended = self._open(x, context, values, key_mask, mask, documents, marked, cache)
+        q, k, v, scope, piece = self._open(x, context, values, key_mask, mask, documents, marked, cache)
         with without_autocast(q):
             heads = self.attend(q, k, v, scope)
         if cache is not None:
-            cache.commit(appended, x.shape[1])
+            cache.commit(piece)
         return self.projection.output(self, heads)
 
     def weights(
@@ -200,6 +204,9 @@ class Attention(nn.Module):
     def new_cache(self, batch_size: int, max_length: int, rewind: int = 0) -> Cache:
         """An empty cache for decoding with this attention.
 
+        Where the pattern looks back a bounded way it keeps the first tokens that all see, the window, `rewind` more,
+        and tokens that were marked; else all tokens.
+
         Args:
             rewind: how many tokens `crop` must be able to take back; a cache of all tokens can take back any
                 number.
@@ -211,7 +218,8 @@ class Attention(nn.Module):
         parameter = next(self.parameters())
         device = parameter.device
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else parameter.dtype
-        return Cache(self.projection.stored, batch_size, max_length, dtype, device)
+        past = (self.pattern | self.current_pattern()).past
+        return Cache(self.projection.stored, batch_size, max_length, dtype, device, past, rewind)
 
     def extra_repr(self) -> str:
         return (
@@ -224,19 +232,21 @@ class Attention(nn.Module):
         self, x: Tensor, context: Tensor | None, values: Tensor | None,
         key_mask: Tensor | None, mask: Tensor | None, documents: Tensor | None, marked: Tensor | None,
         cache: Cache | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Scope, Tensor | None]:  # fmt: skip
-        """Checks everything, hides padding and projects: q, k, v, the scope, and the key mask for the cache to keep."""
+    ) -> tuple[Tensor, Tensor, Tensor, Scope, Piece]:  # fmt: skip
+        """Checks everything, hides padding and projects: q, k, v, the scope, and what a cache shall append."""
         self._check_tokens("x", x)
         crossed = context is not None or values is not None
         context = x if context is None else context
         values = context if values is None else values
-        self._check_tokens("context", context, batch=x.shape[0])
-        self._check_tokens("values", values, batch=x.shape[0], length=context.shape[1])
+        if crossed:
+            self._check_tokens("context", context, batch=x.shape[0])
+            self._check_tokens("values", values, batch=x.shape[0], length=context.shape[1])
         self._check_supported(crossed, cache, documents, marked)
         batch, queries = x.shape[:2]
+        pattern = self.current_pattern()
         before = 0 if cache is None else cache.length
         if cache is not None:
-            cache.check(batch, queries)
+            cache.check(batch, queries, pattern.past)
         keys = before + context.shape[1]
         key_mask = check_key_mask(key_mask, batch, keys)
         mask = check_mask(mask, batch, self.num_heads, queries, keys)
@@ -246,8 +256,9 @@ class Attention(nn.Module):
             raise CacheError(
                 "tokens read before would have looked at tokens marked now: read all marked tokens in the first piece"
             )
+        if marked is not None and cache is not None:
+            cache.check_marked(marked)
 
-        pattern = self.current_pattern()
         own = None if key_mask is None else key_mask[:, before:]
         if crossed:
             q = self.projection.queries(self, _hide(x, own) if context is x else x)
@@ -256,17 +267,19 @@ class Attention(nn.Module):
             q, entries = self.projection.self_entries(self, _hide(x, own))
         joined = key_mask if cache is None else cache.joined_mask(key_mask, queries)
         if self.positions == "rotary":
-            positions = count_visible(keys, joined, documents, x.device)[:, before:]
-            q, entries["keys"] = (rotate(x, positions, self.head_dim) for x in (q, entries["keys"]))
-        if cache is not None:
-            entries = cache.extended(entries)
-        k, v = self.projection.keys_values(self, entries)
+            positions = count_visible(keys, joined, documents, x.device, before)
+            turn = turns(positions, self.head_dim, q.dtype)
+            q, entries["keys"] = (rotate(x, *turn) for x in (q, entries["keys"]))
+        kept = Kept(entries) if cache is None else cache.extended(entries)
+        k, v = self.projection.keys_values(self, kept.entries)
         salt = torch.randint(2**32, (), device="cpu").to(x.device) if self.redraws else None
-        query, key = places(self.num_heads, queries, keys, x.device, marked, salt)
+        query, key = places(self.num_heads, queries, keys, x.device, marked, salt, kept.tokens)
         dropout = self.dropout if self.training else 0.0
         formula = self.formula if pattern is self.pattern else ""
-        scope = Scope(pattern, query, key, joined, mask, documents, marked, self.score, dropout, formula)
-        return q, k, v, scope, key_mask
+        scope = Scope(
+            pattern, query, key, joined, mask, documents, marked, self.score, dropout, formula=formula, gaps=kept.gaps
+        )
+        return q, k, v, scope, Piece(entries, key_mask, marked)
 
     def _check_tokens(self, name: str, tokens: Tensor, batch: int | None = None, length: int | None = None) -> None:
         wanted = (batch, length, self.d_model)

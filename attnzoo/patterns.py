@@ -7,8 +7,9 @@ longer one, which is what makes caching right.
 
 import ast
 import dataclasses
+import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,30 @@ from attnzoo.options import nearest, whole
 from attnzoo.shapes import Place, Span
 
 
+class Past(NamedTuple):
+    """What a query may look at of all tokens up to itself while none is marked: the first ones, and the last ones."""
+
+    first: int = 0
+    last: int | None = None  # the query is one of them; None where it may be any token
+    exact: bool = False  # does it see all of these?
+    mutual: bool = False  # may a marked query look at more?
+
+    @property
+    def most(self) -> float:
+        """The highest number of tokens that this can be."""
+        return math.inf if self.last is None else self.first + self.last
+
+    def within(self, other: "Past") -> bool:
+        """Whether another covers this, marked queries left out."""
+        last = math.inf if self.last is None else self.last
+        return self.first <= other.first and (other.last is None or last <= other.last)
+
+    @property
+    def everything(self) -> bool:
+        """Whether a query sees all that came before."""
+        return self.last is None and self.exact
+
+
 class Pattern:
     """What each query may look at; a subclass is a frozen dataclass that defines `sees`."""
 
@@ -25,6 +50,7 @@ class Pattern:
     per_head = False  # do heads see different keys?
     causal = False  # does it hide everything that comes later?
     marks = False  # does it treat marked tokens specially?
+    past = Past()  # what can it need of what came before? A cache keeps no more; by default it keeps all
 
     @property
     def decodes(self) -> bool:
@@ -129,6 +155,7 @@ class Full(Pattern):
     """
 
     relative = True
+    past = Past(exact=True)
 
     def sees(self, query: Place, key: Place) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=key.index.device)
@@ -154,6 +181,7 @@ class Causal(Pattern):
 
     relative = True
     causal = True
+    past = Past(exact=True)
 
     def sees(self, query: Place, key: Place) -> Tensor:
         return key.index <= query.index
@@ -201,6 +229,10 @@ class Local(Pattern):
     @property
     def relative(self) -> bool:  # type: ignore[override]
         return self.block == 1
+
+    @property
+    def past(self) -> Past:  # type: ignore[override]
+        return Past(last=(self.radius + 1) * self.block, exact=self.block == 1)
 
     def sees(self, query: Place, key: Place) -> Tensor:
         if self.block == 1:
@@ -253,6 +285,10 @@ class Global(Pattern):
         whole("tokens", self.tokens, least=0)
         whole("block", self.block)
 
+    @property
+    def past(self) -> Past:  # type: ignore[override]
+        return Past(first=self.tokens * self.block, last=0, exact=True)
+
     def sees(self, query: Place, key: Place) -> Tensor:
         return (query.index < self.tokens * self.block) | (key.index < self.tokens * self.block)
 
@@ -301,6 +337,10 @@ class Marked(Pattern):
     @property
     def decodes(self) -> bool:
         return not self.mutual
+
+    @property
+    def past(self) -> Past:  # type: ignore[override]
+        return Past(last=0, exact=True, mutual=self.mutual)
 
     def sees(self, query: Place, key: Place) -> Tensor:
         if query.marked is None or key.marked is None:
@@ -446,7 +486,13 @@ class Pair(Pattern):
     left: Pattern
     right: Pattern
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "past", self._past())  # asked for each token that is decoded
+
     def join(self, left: Tensor, right: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _past(self) -> Past:
         raise NotImplementedError
 
     @property
@@ -485,6 +531,10 @@ class Both(Pair):
     def decodes(self) -> bool:
         return self.left.decodes or self.right.decodes
 
+    def _past(self) -> Past:
+        less, more = sorted((self.left.past, self.right.past), key=lambda past: past.most)
+        return less._replace(exact=less.exact and more.everything, mutual=less.mutual or more.mutual)
+
     def __str__(self) -> str:
         return " & ".join(f"({side})" if isinstance(side, Either) else str(side) for side in (self.left, self.right))
 
@@ -504,6 +554,12 @@ class Either(Pair):
     @property
     def decodes(self) -> bool:
         return self.left.decodes and self.right.decodes
+
+    def _past(self) -> Past:
+        left, right = self.left.past, self.right.past
+        last = None if left.last is None or right.last is None else max(left.last, right.last)
+        exact, mutual = left.exact and right.exact, left.mutual or right.mutual
+        return Past(max(left.first, right.first), last, exact, mutual)
 
     def __str__(self) -> str:
         return f"{self.left} | {self.right}"

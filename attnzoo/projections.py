@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from attnzoo.errors import OptionError
@@ -90,12 +89,12 @@ class Projection:
 
     def output(self, layers: Any, heads: Heads) -> Tokens:
         """The heads joined to tokens and projected."""
-        tokens = rearrange(heads, "b h q f -> b q (h f)").contiguous()  # else torch adds the bias in a second rounding
-        return layers.out_proj(tokens)
+        tokens = heads.transpose(1, 2).flatten(2)  # b q (h f); einops would take longer than the copy for one token
+        return layers.out_proj(tokens.contiguous())  # else torch adds the bias in a second rounding
 
     def split(self, projected: Tokens) -> Queries:
         """Projected features cut into heads."""
-        return rearrange(projected, "b t (h d) -> b h t d", d=self.head_dim)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # b h t d
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,9 @@ class Scope:
     """The facts of one call, handed to its kernel.
 
     `query` and `key` are the places of all queries and keys, over [h, q, k]. `key_mask`, `documents` and `marked` are
-    [b, k], `mask` is 4-D and broadcasts to [b, h, q, k]; all have been checked. `dropout` is 0 outside training.
+    [b, t], by the token of the sequence that a place stands at; `mask` is 4-D and broadcasts to [b, h, q, t]; all have
+    been checked. `gaps` says that the keys are not all tokens in their order, but those that a cache has kept.
+    `dropout` is 0 outside training.
     `formula` is the pattern's, where it is known: compiled graphs hold text and no patterns.
     """
 
@@ -32,6 +34,7 @@ class Scope:
     score: Score | None = None
     dropout: float = 0.0
     formula: str = ""
+    gaps: bool = False
 
     @property
     def query_length(self) -> int:
@@ -46,9 +49,18 @@ class Scope:
         """Whether the pattern is all that limits what may be looked at."""
         return self.key_mask is None and self.mask is None and self.documents is None
 
+    @property
+    def all_visible(self) -> bool:
+        """Whether this is one query, which may look at every key; where it is not plain to see the answer is False."""
+        past = self.pattern.past
+        return self.query_length <= 1 and self.pattern_alone and past.exact and self.key_length <= past.most
+
     def visible(self) -> Tensor:
         """What may be looked at, as a bool mask that broadcasts to [b, h, q, k]."""
-        seen = self._less(self.pattern.sees(self.query, self.key), self.query, self.key, self.mask)
+        mask = self.mask
+        if mask is not None and self.gaps and mask.shape[-1] > 1:
+            mask = mask[..., self.key.index[0, 0]]
+        seen = self._less(self.pattern.sees(self.query, self.key), self.query, self.key, mask)
         return seen[(None,) * (4 - seen.dim())]
 
     def place(self, index: Tensor, head: Tensor) -> Place:
@@ -94,16 +106,20 @@ class Scope:
 
 def places(
     num_heads: int, query_length: int, key_length: int, device: torch.device,
-    marked: Tensor | None = None, salt: Tensor | None = None,
+    marked: Tensor | None = None, salt: Tensor | None = None, kept: Tensor | None = None,
 ) -> tuple[Place, Place]:  # fmt: skip
-    """Where queries and keys stand, over [h, q, k]: query i of q at position i + (k - q)."""
+    """Where queries and keys stand, over [h, q, k]: query i of q at position i + (k - q).
+
+    Args:
+        kept: the tokens [k] that keys stand for, where they are not all tokens in their order.
+    """
     head = torch.arange(num_heads, device=device)[:, None, None]
     query = torch.arange(key_length - query_length, key_length, device=device)[None, :, None]
-    key = torch.arange(key_length, device=device)[None, None]
+    key = (torch.arange(key_length, device=device) if kept is None else kept)[None, None]
     if marked is None:
         return Place(query, head, None, salt), Place(key, head, None, salt)
-    rows = marked[:, None, key_length - query_length :, None]
-    return Place(query, head, rows, salt), Place(key, head, marked[:, None, None], salt)
+    rows, columns = marked[:, None, key_length - query_length :, None], marked if kept is None else marked[:, kept]
+    return Place(query, head, rows, salt), Place(key, head, columns[:, None, None], salt)
 
 
 def check_key_mask(key_mask: Tensor | None, batch: int, keys: int) -> Tensor | None:

@@ -16,6 +16,7 @@ Values = Float[Tensor, "b g k f"]
 Heads = Float[Tensor, "b h q f"]
 Scores = Float[Tensor, "b h q k"]
 Positions = Int[Tensor, "#b t"]
+Turns = Float[Tensor, "#b 1 t 1 c"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 
 import attnzoo
 from attnzoo import CacheError, InputError, MaskError, NotSupportedError, OptionError
-from attnzoo.positions import count_visible, rotate
+from attnzoo.positions import count_visible, rotate, turns
 
 
 def module(name="gqa", **options):
@@ -116,91 +116,6 @@ def test_an_adapter_put_in_place_of_a_layer_is_used():
         torch.testing.assert_close(attention(x, x.clone()), attention(x))
 
 
-def test_a_cache_of_another_attention_or_batch_or_dtype_is_refused_and_left_alone():
-    attention = module(causal=True)
-    cache = attention.new_cache(batch_size=2, max_length=9)
-    attention(tokens(3), cache=cache)
-    for call, says in (
-        (lambda: attention(tokens(3, batch=3), cache=cache), "batch_size=2, and the call has 3"),
-        (lambda: attention(tokens(7), cache=cache), "holds 3 of max_length=9.*max_length=10 or more"),
-        (lambda: module("vanilla", causal=True)(tokens(3), cache=cache), "other heads"),
-        (lambda: cache.crop(4), "0 to the 3"),
-        (lambda: cache.crop(-1), "crop"),
-        (lambda: cache.reorder(torch.tensor([0, 2])), "whole numbers below 2"),
-    ):
-        with pytest.raises(CacheError, match=says):
-            call()
-        assert cache.length == 3
-    half = attention.bfloat16()
-    small = half.new_cache(batch_size=2, max_length=4)
-    with pytest.raises(CacheError, match=r"bfloat16.*float64"):
-        half.double()(tokens(2), cache=small)
-
-
-def test_a_failing_kernel_leaves_the_cache_as_it_was(monkeypatch):
-    attention = module(causal=True)
-    cache = attention.new_cache(batch_size=2, max_length=9)
-    x = tokens(5)
-    whole = attention(x)
-    attention(x[:, :3], cache=cache)
-    monkeypatch.setattr(type(attention), "attend", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        attention(x[:, :2], cache=cache)
-    monkeypatch.undo()
-    torch.testing.assert_close(attention(x[:, 3:], cache=cache), whole[:, 3:])
-
-
-def test_own_keys_keep_their_gradient_and_earlier_ones_do_not():
-    attention, x = module(causal=True), tokens(6).requires_grad_()
-    cache = attention.new_cache(batch_size=2, max_length=6)
-    attention(x[:, :4], cache=cache)
-    grad = torch.autograd.grad(attention(x[:, 4:], cache=cache).sum(), x)[0]
-    assert not grad[:, :4].any()
-    assert grad[:, 4].any()
-    prompt = attention.new_cache(batch_size=2, max_length=6)
-    torch.testing.assert_close(
-        torch.autograd.grad(attention(x, cache=prompt).square().sum(), x),
-        torch.autograd.grad(attention(x).square().sum(), x),
-    )
-
-
-def test_reorder_moves_keys_values_and_what_is_hidden():
-    attention, x = module(causal=True, positions="rotary"), tokens(6, batch=3)
-    key_mask = torch.tensor([[1, 1, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
-    order = torch.tensor([2, 0, 0, 1])
-    cache = attention.new_cache(batch_size=3, max_length=6)
-    attention(x[:, :4], cache=cache, key_mask=key_mask[:, :4])
-    cache.reorder(order)
-    torch.testing.assert_close(
-        attention(x[order, 4:], cache=cache), attention(x[order], key_mask=key_mask[order])[:, 4:]
-    )
-
-
-def test_a_cache_counts_its_bytes_and_takes_the_dtype_of_autocast():
-    attention = attnzoo.build("gqa", d_model=24, num_heads=6, num_kv_heads=2, causal=True)
-    assert attention.new_cache(batch_size=3, max_length=10).nbytes == 3 * 10 * (2 * 2 * 4 * 4 + 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        cache = attention.new_cache(batch_size=2, max_length=10)
-        assert cache.dtype == torch.bfloat16
-        attention(torch.randn(2, 3, 24), cache=cache)
-    for bad in (
-        {"batch_size": 0, "max_length": 3},
-        {"batch_size": 1, "max_length": 0},
-        {"batch_size": 1, "max_length": 3, "rewind": -1},
-    ):
-        with pytest.raises(OptionError):
-            attention.new_cache(**bad)
-
-
-def test_a_cache_born_in_inference_mode_serves_training_too():
-    attention, x = module(causal=True), tokens(6)
-    with torch.inference_mode():
-        cache = attention.new_cache(batch_size=2, max_length=6)
-        attention(x[:, :3], cache=cache)
-        cache.reorder(torch.tensor([0, 1]))
-    torch.testing.assert_close(attention(x[:, 3:], cache=cache), attention(x)[:, 3:])
-
-
 def test_positions_count_visible_tokens_of_a_document():
     key_mask = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 1, 1, 1, 1, 1]]).bool()
     documents = torch.tensor([[0, 0, 0, 1, 1, 1], [3, 5, 3, 5, 5, 3]])
@@ -213,17 +128,17 @@ def test_positions_count_visible_tokens_of_a_document():
 
 def test_rotary_turns_each_pair_by_position_times_frequency():
     x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
-    turned = rotate(x, torch.tensor([[0, 1, 5000]]))
+    positions = torch.tensor([[0, 1, 5000]])
+    turned = rotate(x, *turns(positions, 4, x.dtype))
     for row, position in enumerate((0, 1, 5000)):
         for pair in (0, 1):
             angle = torch.tensor(position / 10_000 ** (pair / 2), dtype=torch.float64)
             first, second = x[0, 0, row, pair], x[0, 0, row, pair + 2]
             torch.testing.assert_close(turned[0, 0, row, pair], first * angle.cos() - second * angle.sin())
             torch.testing.assert_close(turned[0, 0, row, pair + 2], second * angle.cos() + first * angle.sin())
-    half = rotate(x.bfloat16(), torch.tensor([[0, 1, 5000]]))
-    torch.testing.assert_close(
-        half.double(), rotate(x.bfloat16().double(), torch.tensor([[0, 1, 5000]])), atol=2e-2, rtol=1e-2
-    )
+    half = rotate(x.bfloat16(), *turns(positions, 4, torch.bfloat16))
+    right = rotate(x.bfloat16().double(), *turns(positions, 4, torch.float64))
+    torch.testing.assert_close(half.double(), right, atol=2e-2, rtol=1e-2)
 
 
 def test_rotary_needs_pairs():

@@ -13,7 +13,7 @@ import torch
 
 import attnzoo
 import attnzoo.kernels.blocks
-from attnzoo import MaskError, OptionError
+from attnzoo import CacheError, MaskError, OptionError
 from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense
 from attnzoo.patterns import parse
@@ -107,6 +107,23 @@ def test_what_a_pattern_says_of_itself_is_true(pattern, sequence, start):
         assert torch.equal(mask[:, :1].expand_as(mask), mask)
     if not pattern.marks:
         assert torch.equal(see(pattern, length, None, salt).expand_as(mask), mask)
+
+
+@examples(400)
+@given(patterns, sequences())
+def test_what_a_pattern_needs_of_the_past_is_all_that_it_sees_of_it(pattern, sequence):
+    length, marked, salt = sequence
+    past, mask = pattern.past, see(pattern, length, marked, salt)
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    needed = (key < past.first) | (key > query - (length + 1 if past.last is None else past.last))
+    called = torch.zeros(1, length, dtype=torch.bool) if marked is None else marked
+    by_mark = called[:, None, None] | (called[:, None, :, None] & past.mutual)
+    earlier = key <= query
+    assert not (mask & earlier & ~(needed | by_mark)).any()
+    if past.exact:
+        assert mask[..., earlier & needed].all()
+    if past.exact and marked is None:
+        assert torch.equal(mask & earlier, (needed & earlier).expand_as(mask))
 
 
 @examples(400)
@@ -283,14 +300,23 @@ def test_packed_documents_give_what_each_gives_alone(attn, lengths, data):
 @examples(350)
 @given(modules("cache", decoders), st.integers(1, 3), flags, st.data())
 def test_reading_in_pieces_is_reading_at_once_whatever_is_cropped_and_reordered(attn, batch, learns, data):
-    cache, mask = attn.new_cache(batch, LONGEST), noise(5, 1, HEADS, LONGEST, LONGEST) > -1
+    mask = noise(5, 1, HEADS, LONGEST, LONGEST) > -1
     said = data.draw(said_to(attn, "key_mask", "mask", "documents", "marked"), "said")
+    late = attn.pattern.past.mutual and "marked" in said  # a token marked late looks at all before
+    cache = attn.new_cache(batch, LONGEST, rewind=LONGEST if late else data.draw(st.integers(0, 4), "rewind"))
+    longest = 0  # since the last crop to nothing
     facts = {name: data.draw(FACTS[name](batch, 0)) for name in ("x", *said) if name != "mask"}
     steps = st.lists(st.sampled_from(("read", "read", "read", "crop", "reorder")), min_size=3, max_size=9)
     for step in data.draw(steps, "steps"):
         start = cache.length
+        longest = max(longest, start)
         if step == "crop":
-            cache.crop(data.draw(st.integers(0, start), "crop to"))
+            to = data.draw(st.integers(0, start), "crop to")
+            if longest - to <= cache.rewind:
+                cache.crop(to)
+            else:
+                with contextlib.suppress(CacheError):
+                    cache.crop(to)
             facts = {name: fact[:, : cache.length] for name, fact in facts.items()}
         elif step == "reorder":
             index = data.draw(st.lists(st.integers(0, batch - 1), max_size=4) if batch else st.just([]), "index")

@@ -17,14 +17,15 @@ def dense(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
 
     Cost: O(h q k d) time, O(h q k) memory.
     """
-    weights = F.dropout(dense_weights(q, k, scope, scope.visible()), scope.dropout)
+    visible = None if scope.all_visible else scope.visible()
+    weights = F.dropout(dense_weights(q, k, scope, visible), scope.dropout)
     grouped = weights.unflatten(1, (v.shape[1], -1))  # values are never repeated
     heads = einsum(grouped, v.to(weights.dtype), "b g r q k, b g k f -> b g r q f")
     return heads.flatten(1, 2).to(v.dtype)
 
 
-def dense_weights(q: Queries, k: Keys, scope: Scope, visible: Tensor) -> Scores:
-    """The weight of each key for each query; `visible` broadcasts to [b, h, q, k]."""
+def dense_weights(q: Queries, k: Keys, scope: Scope, visible: Tensor | None) -> Scores:
+    """The weight of each key for each query; `visible` broadcasts to [b, h, q, k], None for all."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grouped = (q.to(wide) * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # keys are never repeated
     scores = einsum(grouped, k.to(wide), "b g r q d, b g k d -> b g r q k").flatten(1, 2)
@@ -49,4 +50,5 @@ def masked_softmax(scores: Tensor, visible: Tensor | None) -> Tensor:
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Keeps autocast out of a kernel, which chooses its own dtypes."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if on else nullcontext()

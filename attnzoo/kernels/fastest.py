@@ -58,8 +58,9 @@ def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
     plain = scope.pattern in (Full(), Causal()) and (scope.documents is None or queries == 1)
     if plain and scope.score is None:
         return Choice("fused", "the pattern is one that torch's fused attention knows")
-    if queries == 1 and scope.score is None:
-        return Choice("fused", "one query reads all its keys in one product")
+    if queries == 1 or scope.gaps:
+        reason = "one query, or keys that a cache has kept: all of them in one product"
+        return Choice("fused" if scope.score is None else "dense", reason)
     if not applies(q, k):
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and takes(scope, heads):
             return Choice("blocks_in_graph", "a compiled graph calls blocks as an operator")

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo.attention import Attention, PositionKind
 from attnzoo.kernels.fastest import fastest
 from attnzoo.options import whole
-from attnzoo.patterns import Causal, Global, Local, Marked, Pattern
+from attnzoo.patterns import Causal, Global, Local, Marked, Past, Pattern
 from attnzoo.projections import WithGlobal
 from attnzoo.registry import register
 from attnzoo.scope import Scope
@@ -97,6 +97,10 @@ class OneWay(Global):
     """The first `tokens` tokens and all marked ones are seen by everything or, where `looking`, see everything."""
 
     looking: bool = False
+
+    @property
+    def past(self) -> Past:  # type: ignore[override]
+        return Past() if self.looking else super().past
 
     def sees(self, query: Place, key: Place) -> Tensor:
         place = query if self.looking else key

@@ -162,7 +162,11 @@ MEASUREMENTS = (
     Measurement(
         "Random blocks: 128 keys a query, the own block of 64 and one drawn before it",
         bench("random_sparse:keys=64,block=64,causal=true --against dense --lengths 4096 --mode both --rounds 5"),
-        (Figure("`random_sparse`, 128 keys a query, forward and backward: dense SDPA", "x", 14, times("dense", "both")),),
+        (
+            Figure(
+                "`random_sparse`, 128 keys a query, forward and backward: dense SDPA", "x", 14, times("dense", "both")
+            ),
+        ),
     ),
     Measurement(
         "One query of grouped heads against a long cache",

@@ -303,6 +303,11 @@ def a_cache_in_inference_mode(self, call):
     return call["cache"] is not None and torch.is_inference_mode_enabled()
 
 
+@wrong_when("cached_far_beyond_the_window")
+def far_beyond_the_window(self, call):
+    return call["held"] > 20
+
+
 @wrong_when("padded_prompts_decode_as_alone")
 def a_left_padded_prompt(self, call):
     return call["cache"] is not None and call["key_mask"] is not None and bool(
@@ -319,8 +324,8 @@ class FirstMaskStays(Sound):
 
 
 class NarrowCache(Cache):
-    def __init__(self, entries, batch_size, max_length, dtype, device):
-        super().__init__(entries, batch_size, max_length, torch.float16 if dtype.itemsize == 4 else dtype, device)
+    def __init__(self, entries, batch_size, max_length, dtype, *rest):
+        super().__init__(entries, batch_size, max_length, torch.float16 if dtype.itemsize == 4 else dtype, *rest)
 
 
 @caught_by("cached_in_any_dtype")
@@ -336,17 +341,18 @@ class Joined(Cache):
 
 
 class ViewedWhereFrozen(Cache):
-    def _extended(self, stored, tensor):
-        if tensor.requires_grad:
-            return super()._extended(stored, tensor)
-        stored[:, :, self.length : self.length + tensor.shape[2]] = tensor
-        return stored[:, :, : self.length + tensor.shape[2]]
+    def extended(self, new):
+        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in new.values())
+        with torch.set_grad_enabled(needed):
+            return super().extended(new)
 
 
 class WholeBuffer(Cache):
-    def _extended(self, stored, tensor):
-        joined = super()._extended(stored, tensor)
-        return joined + 0 * stored[:, :, joined.shape[2] :].sum(2, keepdim=True)
+    def extended(self, new):
+        kept = super().extended(new)
+        unused = {name: self._ring.entries[name][:, :, tensor.shape[2] :] for name, tensor in kept.entries.items()}
+        entries = {name: kept.entries[name] + 0 * rows.sum(2, keepdim=True) for name, rows in unused.items()}
+        return kept._replace(entries=entries)
 
 
 class OfThis(Sound):

@@ -131,7 +131,7 @@ CHANGES = [
     _change(
         "causal blocks cut the diagonal", LOCAL,
         "patterns:Causal.touches", "keys.first <=", "keys.last <=",
-        caught=("cached_equals_full",),
+        caught=("cached_with_masks",),
     ),
     _change(
         "whole blocks count as global", GLOBAL,
@@ -151,7 +151,7 @@ CHANGES = [
     _change(
         "drawn blocks missed", RANDOM,
         "patterns:Random.touches", "for query in rows for key", "for query in rows[:0] for key",
-        caught=("cached_equals_full",),
+        caught=("any_length",),
     ),
     _change(
         "union where both must hold", LOCAL,
@@ -160,7 +160,7 @@ CHANGES = [
     ),
     _change(
         "top-left causality", GQA,
-        "kernels.fused:fused", "queries == k.shape[2] and", "queries > 0 and",
+        "kernels.fused:fused", "q.shape[2] == k.shape[2]:", "q.shape[2] > 1:",
         caught=("cached_equals_full",),
     ),
     _change(
@@ -170,8 +170,8 @@ CHANGES = [
     ),
     _change(
         "two queries count as the last", CACHED,
-        "kernels.fused:fused", "queries <= 1", "queries <= 2",
-        caught=("any_length",),
+        "scope:Scope.all_visible", "query_length <= 1", "query_length <= 2",
+        caught=("cached_equals_full",),
     ),
     _change(
         "marks of the first keys for the last queries", MARKING,
@@ -293,7 +293,7 @@ CHANGES = [
     ),
     _change(
         "scale of the model's width", GQA,
-        "kernels.fused:fused", "dtype = q.dtype", "dtype = q.dtype; q = q * 6 ** -0.5",
+        "kernels.fused:fused", "dtype, shared = q.dtype,", "q = q * 6 ** -0.5; dtype, shared = q.dtype,",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
@@ -330,7 +330,7 @@ CHANGES = [
     ),
     _change(
         "heads interleaved on the way out", GQA,
-        "projections:Projection.output", "b q (h f)", "b q (f h)",
+        "projections:Projection.output", "heads.transpose(1, 2)", "heads.permute(0, 2, 3, 1)",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
@@ -340,7 +340,7 @@ CHANGES = [
     ),
     _change(
         "keys detached in blocks", LOCAL,
-        "kernels.products:gradients", "some.add(part, of_k[chosen], narrow, part.queries(some.q))", "pass",
+        "kernels.products:gradients", "some.add(part, some_k, narrow, part.queries(some.q))", "pass",
         caught=("gradients_are_those_of_the_pattern",),
     ),
     _change(
@@ -351,8 +351,8 @@ CHANGES = [
     _change(
         "rotary turned the other way for keys", GQA,
         "attention:Attention._open",
-        "rotate(x, positions, self.head_dim) for x",
-        "rotate(x, positions * (1 if x is q else -1), self.head_dim) for x",
+        "rotate(x, *turn) for x",
+        "rotate(x, turn[0], turn[1] * (1 if x is q else -1)) for x",
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
@@ -364,7 +364,7 @@ CHANGES = [
     ),
     _change(
         "documents go on counting", GQA,
-        "positions:count_visible", "before - start", "before",
+        "positions:count_visible", "before - first_before", "before",
         caught=("cached_with_masks",),
     ),
     _change(
@@ -421,17 +421,17 @@ CHANGES = [
     # Decoding
     _change(
         "cache off by one", CACHED,
-        "cache:Cache._extended", "stored[:, :, : self.length]", "stored[:, :, 1 : self.length + 1]",
+        "ring:Ring.read", "[:, :, :rows]", "[:, :, 1 : rows + 1]",
         caught=("cached_equals_full",),
     ),
     _change(
         "rotary starts anew at each piece", CACHED,
-        "attention:Attention._open", "x.device)[:, before:]", "x.device)[:, : x.shape[1]]",
+        "attention:Attention._open", "x.device, before)", "x.device)[:, : x.shape[1]]",
         caught=("cached_equals_full",),
     ),
     _change(
         "hidden tokens come back", CACHED,
-        "cache:Cache.commit", "self._hides or key_mask is not None", "False",
+        "cache:Cache.commit", "if self._hidden is not None:", "if False:",
         caught=("hidden_tokens_stay_hidden",),
     ),
     _change(
@@ -443,12 +443,12 @@ CHANGES = [
         "a refused call counts", CACHED,
         "cache:Cache.check",
         "if batch != self.batch_size:",
-        "self.length += queries * (batch != self.batch_size)\n    if batch != self.batch_size:",
+        "self._ring.length += queries * (batch != self.batch_size)\n    if batch != self.batch_size:",
         caught=("refused_calls_change_no_cache",),
     ),
     _change(
         "crop forgets nothing", CACHED,
-        "cache:Cache.crop", "self.length = length", "pass",
+        "ring:Ring.crop", "self.length = length", "pass",
         caught=("crop_and_reset",),
     ),
     _change(
@@ -458,24 +458,41 @@ CHANGES = [
     ),
     _change(
         "values stay when reordered", CACHED,
-        "cache:Cache.reorder",
+        "ring:Ring.reorder",
         "stored.index_select(0, index) for",
         'stored.index_select(0, index if name == "keys" else torch.arange(len(stored))) for',
         caught=("reorder",),
     ),
     _change(
         "hidden tokens stay when reordered", CACHED,
-        "cache:Cache.reorder", "self._visible = self._visible.index_select(0, index)", "pass",
+        "cache:Cache.reorder", "self._hidden.index_select(0, index)", "self._hidden",
         caught=("reorder",),
     ),
     _change(
+        "marked tokens dropped", LOCAL,
+        "ring:Ring.append", "if leaving:", "if False:",
+        caught=("marked_tokens_are_kept",),
+    ),
+    _change(
+        "a note for each token that may come", LOCAL,
+        "cache:Cache.__init__",
+        "self._hidden: Tensor | None = None",
+        "self._hidden = torch.inference_mode(False)(torch.zeros)(batch_size, max_length, dtype=torch.bool)",
+        caught=("a_window_bounds_its_cache",),
+    ),
+    _change(
+        "crop to where the window was dropped", LOCAL,
+        "cache:Cache.crop", "ring.first < length < least", "False",
+        caught=("crop_beyond_rewind_is_refused",),
+    ),
+    _change(
         "own keys detached", CACHED,
-        "cache:Cache._extended", "tensor], dim=2)", "tensor.detach()], dim=2)",
+        "ring:Ring.read", "tensor], dim=2)", "tensor.detach()], dim=2)",
         caught=("cached_keys_are_detached",),
     ),
     _change(
         "buffers of inference mode", CACHED,
-        "cache:Cache.__init__",
+        "ring:Ring.__init__",
         "torch.inference_mode(False)",
         "torch.inference_mode(torch.is_inference_mode_enabled())",
         caught=("inference_mode_does_not_stick",),
@@ -557,7 +574,7 @@ CHANGES = [
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
-        "an empty batch fails", LOCAL,
+        "an empty piece fails", LOCAL,
         "kernels.fastest:choose", "q.numel() == 0 or keys == 0", "False",
         "kernels.blocks:applies", " and q.numel() > 0 and k.shape[2] > 0", "",
         caught=("cached_equals_full",),

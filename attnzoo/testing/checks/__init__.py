@@ -103,7 +103,8 @@ PROMISES = (
     Promise(
         "9. Cached decoding equals the full pass",
         "However a sequence is cut into pieces. A cache counts every token, keeps hidden ones hidden, can be "
-        "cropped, reset and reordered, and is left as it was by a call that is refused.",
+        "cropped, reset and reordered, and is left as it was by a call that is refused. Where the pattern looks back a "
+        "bounded way it keeps the first tokens that all see, the window, `rewind` more, and marked tokens.",
         (
             decoding.check_cached_equals_full,
             decoding.check_cached_with_masks,
@@ -113,6 +114,10 @@ PROMISES = (
             decoding.check_refused_calls_change_no_cache,
             decoding.check_crop_and_reset,
             decoding.check_reorder,
+            decoding.check_cached_far_beyond_the_window,
+            decoding.check_marked_tokens_are_kept,
+            decoding.check_a_window_bounds_its_cache,
+            decoding.check_crop_beyond_rewind_is_refused,
             decoding.check_cached_keys_are_detached,
             decoding.check_queries_train_over_frozen_keys,
             decoding.check_caches_do_not_mix,

@@ -10,12 +10,14 @@ from torch import Tensor
 from attnzoo.attention import Attention
 from attnzoo.cache import Cache
 from attnzoo.errors import AttnzooError, CacheError, MaskError, NotSupportedError
+from attnzoo.testing.foreign import Foreign
 from attnzoo.testing.maker import Maker
 from attnzoo.testing.probes import (
     NotApplicable,
     agree,
     documents_of,
     gradients,
+    marked_of,
     mask_combinations,
     named,
     need,
@@ -30,12 +32,14 @@ from attnzoo.testing.size import size
 def _pieces() -> tuple[tuple[int, ...], ...]:
     """Ways to cut a sequence."""
     n, third = size.length, size.length // 3
-    return (n,), (1,) * n, (n - 1, 1), (1, n - 1), (third, third + 1, n - 2 * third - 1), (0, third, 0, 0, n - third, 0)
+    few = (n - 1, 1), (1, 2, n - 3), (third, third + 1, n - 2 * third - 1), (0, third, 0, 0, n - third, 0)
+    return (n,), (1,) * n, *few
 
 
 def decode(attn: Attention, x: Tensor, pieces: Sequence[int], cache: Cache | None = None, **masks: Tensor) -> Tensor:
     """The outputs of a sequence read in pieces from where the cache stands, each with its part of the masks."""
-    cache = attn.new_cache(x.shape[0], x.shape[1]) if cache is None else cache
+    if cache is None:  # a token marked late may look at all before it, so that none may be dropped
+        cache = attn.new_cache(x.shape[0], x.shape[1], rewind=x.shape[1] if "marked" in masks else 0)
     outputs = []
     for start, stop in itertools.pairwise(itertools.accumulate(pieces, initial=cache.length)):
         given = {name: _part(name, mask, start, stop) for name, mask in masks.items()}
@@ -207,6 +211,60 @@ def check_reorder(make: Maker) -> None:
     agree(y, attn(x, key_mask=key_mask)[index, 5:], f"after reorder({index.tolist()})")
     for wrong in (torch.tensor([0, 1, size.batch]), torch.tensor([-1, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
         refuses(AttnzooError, f"reorder({wrong.tolist()})", cache.reorder, wrong)
+
+
+def check_cached_far_beyond_the_window(make: Maker) -> None:
+    """Decoding goes on right when a window has left most tokens behind, hidden ones among them."""
+    for positions in make.positions:
+        attn = _causal(make, positions=positions)
+        x, key_mask = tokens(attn, 3 * size.length), some(size.batch, 3 * size.length, seed=2)
+        with torch.no_grad():
+            y = decode(attn, x, (size.length, 1, 1, 1, 1, 7, 0, 1, 1, 2 * size.length - 13), key_mask=key_mask)
+            agree(y, attn(x, key_mask=key_mask), f"positions={positions!r}, {x.shape[1]} tokens, against at once")
+
+
+def check_marked_tokens_are_kept(make: Maker) -> None:
+    """A token that was marked in the first piece is seen by all that follow, also when a window has left it."""
+    attn = _causal(make)
+    need(attn, "marked")
+    x, marked = tokens(attn, 2 * size.length), marked_of(size.batch, 2 * size.length)
+    marked[:, size.length :] = False
+    cache, pieces = attn.new_cache(size.batch, 2 * size.length), (size.length, *(1,) * (size.length - 4), 4)
+    agree(decode(attn, x, pieces, cache, marked=marked), attn(x, marked=marked), "tokens marked in the first piece")
+
+
+def check_a_window_bounds_its_cache(make: Maker) -> None:
+    """Where the pattern looks back a bounded way, `nbytes` does not grow with max_length."""
+    attn, most = _with_window(make)
+    small, large = (attn.new_cache(size.batch, most + 1 + more).nbytes for more in (0, 1000))
+    assert small == large, f"nbytes is {small} for {most + 1} tokens at most, and {large} for {most + 1001}"
+
+
+def check_crop_beyond_rewind_is_refused(make: Maker) -> None:
+    """`crop` takes back `rewind` tokens; more it refuses where the window has dropped what they looked at, and crop(0)
+    always works."""
+    attn, most = _with_window(make)
+    read, rewind = most + 7, 2
+    x, other = tokens(attn, read + 3), tokens(attn, read, seed=6)
+    cache = attn.new_cache(size.batch, read + 3, rewind=rewind)
+    decode(attn, torch.cat([x[:, : read - rewind], other[:, :rewind]], dim=1), (read - 1, 1), cache)
+    for kept in (read - rewind - 1, read - 5):
+        refuses(CacheError, f"crop({kept}) of {read} tokens with rewind={rewind}", cache.crop, kept, naming=("rewind",))
+    assert cache.length == read, f"after {read} tokens and crops that were refused length is {cache.length}"
+    cache.crop(read - rewind)
+    what = f"after crop({read - rewind}) of {read} tokens with rewind={rewind}"
+    agree(decode(attn, x, (1, rewind - 1, 3), cache), attn(x)[:, read - rewind :], what)
+    cache.crop(0)
+    agree(decode(attn, x, (4, 1), cache), attn(x[:, :5]), "after crop(0) of a window's cache")
+
+
+def _with_window(make: Maker) -> tuple[Attention, int]:
+    """A variant whose pattern looks back a bounded way, and how many tokens it needs."""
+    attn = _causal(make)
+    past = attn.pattern.past
+    if past.last is None or isinstance(attn, Foreign):
+        raise NotApplicable("it may look at all that came before, or keeps what it likes")
+    return attn, past.first + max(past.last, 1)
 
 
 def check_cached_keys_are_detached(make: Maker) -> None:
