@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from attnzoo.cache import Cache, Piece
 from attnzoo.errors import CacheError, InputError, NotSupportedError, OptionError
+from attnzoo.formulas import formula_of
 from attnzoo.kernels.dense import dense, dense_weights, without_autocast
 from attnzoo.kernels.fastest import fastest
 from attnzoo.options import choice, share, whole
-from attnzoo.patterns import Causal, Full, Pattern, formula_of
+from attnzoo.patterns import Causal, Full, Pattern
 from attnzoo.positions import count_visible, rotate, turns
 from attnzoo.projections import Projection
 from attnzoo.ring import Kept

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from attnzoo.errors import OptionError
-from attnzoo.patterns import Both, Causal, Either, Full, Global, Heads, Local, Pattern, Random, parse
+from attnzoo.formulas import parse
+from attnzoo.patterns import Both, Causal, Either, Full, Global, Heads, Local, Pattern, Random
 from attnzoo.shapes import Place, Span
 
 PATTERNS = [

@@ -14,9 +14,9 @@ import torch
 import attnzoo
 import attnzoo.kernels.blocks
 from attnzoo import CacheError, MaskError, OptionError
+from attnzoo.formulas import parse
 from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense
-from attnzoo.patterns import parse
 from attnzoo.positions import count_visible
 from attnzoo.scope import Scope, check_documents, check_key_mask, check_marked, check_mask, places
 from attnzoo.shapes import Place, Span

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.formulas import parse
 from attnzoo.kernels.plan import plan
 from attnzoo.kernels.products import Call, attend, gradients
-from attnzoo.patterns import parse
 from attnzoo.scope import Scope, places
 from attnzoo.scores import Alibi
 

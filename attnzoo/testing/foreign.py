@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from attnzoo.attention import Attention
 from attnzoo.cache import Cache
 from attnzoo.errors import CacheError, MaskError, NotSupportedError, OptionError
-from attnzoo.patterns import Causal, Full, Pattern, parse
+from attnzoo.formulas import parse
+from attnzoo.patterns import Causal, Full, Pattern
 
 REFUSALS = (ValueError, TypeError, AssertionError, RuntimeError, KeyError, IndexError, ArithmeticError)
 

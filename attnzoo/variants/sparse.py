@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from attnzoo.attention import Attention, PositionKind
+from attnzoo.formulas import parse
 from attnzoo.kernels.fastest import fastest
 from attnzoo.options import whole
-from attnzoo.patterns import Pattern, parse
+from attnzoo.patterns import Pattern
 from attnzoo.projections import Separate
 from attnzoo.registry import register
 from attnzoo.scope import Scope
