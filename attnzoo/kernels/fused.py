@@ -1,24 +1,28 @@
 """Torch's fused attention, with the cheapest mask that says the same."""
 
 import dataclasses
+import functools
+import math
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from attnzoo.kernels.blocks import applies
 from attnzoo.kernels.dense import dense
-from attnzoo.patterns import Causal, Full
+from attnzoo.patterns import Causal, Full, Pattern
 from attnzoo.scope import Scope
 from attnzoo.shapes import Heads, Keys, Queries, Values
 
 FEW = 16  # up to so many queries, reading the keys takes longer than computing with them
+REMEMBERED = 2**20  # pairs of a mask that is still kept
 PART = 256  # queries over keys with gaps that are computed at once
 
 
 def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     """Attention by `scaled_dot_product_attention`: no mask where none is needed, `is_causal` where that is all,
-    else one bool mask.
+    else one mask, which is remembered where it is small and follows from the pattern alone.
 
     A score term goes through `dense`, whose scores have float32: a term of half precision would lose near
     distances.
@@ -33,30 +37,52 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     few = q.shape[2] < k.shape[2] and not torch.compiler.is_exporting() and q.shape[2] <= FEW
     if q.device.type == "cpu" and dtype.itemsize == 2 and not (few and not torch.is_grad_enabled()):
         q, k, v = q.float(), k.float(), v.float()  # torch sums gradients in half precision there, and is no faster
-    visible = seen = None
-    causal = False
-    if scope.pattern_alone and scope.pattern == Causal() and q.shape[2] == k.shape[2]:
-        causal = True
-    elif not (scope.all_visible or (scope.pattern_alone and scope.pattern == Full())):
-        visible = scope.visible()
-        seen = visible.any(-1, keepdim=True)  # backends differ over empty rows: let those see all, and drop the result
-        visible = (visible | ~seen).expand(-1, -1, q.shape[2], -1)
+    mask = seen = None
+    causal = scope.pattern_alone and scope.pattern == Causal() and q.shape[2] == k.shape[2]
+    if not (causal or scope.all_visible or (scope.pattern_alone and scope.pattern == Full())):
+        mask, seen = _mask(q, k, scope)
     if few and shared:
-        out = _folded(q, k, v, visible, scope.dropout)
+        out = _folded(q, k, v, mask, scope.dropout)
     else:
-        out = F.scaled_dot_product_attention(q, k, v, visible, scope.dropout, causal, enable_gqa=shared)
+        out = F.scaled_dot_product_attention(q, k, v, mask, scope.dropout, causal, enable_gqa=shared)
     return (out if seen is None else out.masked_fill(~seen, 0)).to(dtype)
 
 
-def _folded(q: Queries, k: Keys, v: Values, visible: Tensor | None, dropout: float) -> Heads:
+def _mask(q: Queries, k: Keys, scope: Scope) -> tuple[Tensor | None, Tensor | None]:
+    """The mask, and which queries see anything; None where all do.
+
+    Backends differ over rows that see nothing: those see all here, and what they get is dropped.
+    """
+    sizes = (q.shape[1] if scope.pattern.per_head else 1, q.shape[2], k.shape[2])
+    own = scope.gaps or scope.marked is not None or scope.query.salt is not None or not scope.pattern_alone
+    if not own and math.prod(sizes) <= REMEMBERED and q.shape[2] > 1 and applies(q, k):
+        return _remembered(scope.pattern, *sizes, q.dtype, q.device)
+    visible = scope.visible()
+    seen = visible.any(-1, keepdim=True)
+    return (visible | ~seen).expand(-1, -1, q.shape[2], -1), seen
+
+
+@functools.lru_cache(maxsize=8)
+def _remembered(
+    pattern: Pattern, heads: int, queries: int, keys: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of a pattern as torch's kernels want it, added to the scores; none where it shows everything."""
+    with torch.inference_mode(False):
+        visible = pattern.visible(queries, keys, heads)[None].to(device)
+        seen = visible.any(-1, keepdim=True)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(seen & ~visible, -math.inf)
+        return None if visible.all() else mask, None if seen.all() else seen
+
+
+def _folded(q: Queries, k: Keys, v: Values, mask: Tensor | None, dropout: float) -> Heads:
     """The same with the queries of a group as rows over the keys as they are stored, which are read once."""
     groups, group, queries = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
-    if visible is not None and visible.shape[1] > 1:
-        visible = rearrange(visible, "b (g r) q k -> b g (r q) k", g=groups)
-    elif visible is not None and queries > 1:
-        visible = repeat(visible, "b 1 q k -> b 1 (r q) k", r=group)
+    if mask is not None and mask.shape[1] > 1:
+        mask = rearrange(mask, "b (g r) q k -> b g (r q) k", g=groups)
+    elif mask is not None and queries > 1:
+        mask = repeat(mask, "b 1 q k -> b 1 (r q) k", r=group)
     rows = q.unflatten(1, (groups, group)).flatten(2, 3)
-    out = F.scaled_dot_product_attention(rows, k, v, visible, dropout)
+    out = F.scaled_dot_product_attention(rows, k, v, mask, dropout)
     return out.unflatten(2, (group, queries)).flatten(1, 2)
 
 
