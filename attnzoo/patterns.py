@@ -380,7 +380,10 @@ class Heads(Pattern):
         object.__setattr__(self, "heads", tuple(sorted({whole("head", head, least=0) for head in heads})))
 
     def sees(self, query: Place, key: Place) -> Tensor:
-        return torch.isin(query.head, torch.tensor(self.heads, dtype=query.head.dtype, device=query.head.device))
+        seen = query.head < 0
+        for head in self.heads:  # one comparison each, which a FlexAttention kernel can hold
+            seen = seen | (query.head == head)
+        return seen
 
     def touches(self, queries: Span, keys: Span, head: Tensor) -> Tensor:
         return self.sees(Place(queries.first, head), Place(keys.first, head))

@@ -324,15 +324,16 @@ def test_a_mask_that_is_changed_before_backward_is_noticed(fact):
 def test_the_kernel_is_chosen_by_what_the_scope_needs_and_by_size(pattern, length, facts, kernel):
     q, k = torch.zeros(1, HEADS, length, 8), torch.zeros(1, GROUPS, length, 8)
     scope = scope_of(pattern, length, length, **facts)
-    assert choose(q, k, scope).kernel == kernel
+    assert choose(q, k, k, scope).kernel == kernel
     with explained() as choices:
         fastest(q, k, k, scope)
-    assert choices == [choose(q, k, scope)]
+    assert choices == [choose(q, k, k, scope)]
 
 
 def test_one_query_needs_no_plan():
     scope = scope_of(Local(64), 1, 1024)
-    assert choose(torch.zeros(1, HEADS, 1, 8), torch.zeros(1, GROUPS, 1024, 8), scope).kernel == "fused"
+    k = torch.zeros(1, GROUPS, 1024, 8)
+    assert choose(torch.zeros(1, HEADS, 1, 8), k, k, scope).kernel == "fused"
 
 
 @pytest.mark.parametrize(

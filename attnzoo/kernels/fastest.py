@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo.kernels.blocks import applies, blocks
 from attnzoo.kernels.dense import dense
+from attnzoo.kernels.flex import compiles, flex, serves
 from attnzoo.kernels.fused import fused
 from attnzoo.kernels.operator import blocks_in_graph, takes
 from attnzoo.kernels.plan import plan
@@ -25,7 +26,7 @@ LEAST_BLOCK = 16  # smaller blocks are there to be tested, and always used
 class Choice(NamedTuple):
     """A kernel, and why it is the one."""
 
-    kernel: Literal["dense", "fused", "blocks", "blocks_in_graph"]
+    kernel: Literal["dense", "fused", "flex", "blocks", "blocks_in_graph"]
     reason: str
 
 
@@ -36,12 +37,14 @@ def fastest(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> He
         block: tokens a block, where it is computed in blocks.
     Cost: that of the kernel; `attnzoo show NAME --shape` says which.
     """
-    choice = choose(q, k, scope, block)
+    choice = choose(q, k, v, scope, block)
     if _recorded is not None:
         _recorded.append(choice)
         return q.new_zeros(*q.shape[:3], v.shape[3])
     if choice.kernel == "fused":
         return fused(q, k, v, scope)
+    if choice.kernel == "flex":
+        return flex(q, k, v, scope, block)
     if choice.kernel == "blocks":
         return blocks(q, k, v, scope, block)
     if choice.kernel == "blocks_in_graph":
@@ -49,7 +52,7 @@ def fastest(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> He
     return dense(q, k, v, scope)
 
 
-def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
+def choose(q: Tensor, k: Tensor, v: Tensor, scope: Scope, block: int = 64) -> Choice:
     """The kernel for a call, from what its scope needs and how large it is."""
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
@@ -65,6 +68,8 @@ def choose(q: Tensor, k: Tensor, scope: Scope, block: int = 64) -> Choice:
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and takes(scope, heads):
             return Choice("blocks_in_graph", "a compiled graph calls blocks as an operator")
         return Choice("dense", "here only plain operations work, as in exported programs and under torch.func")
+    if serves(q.device.type, q.dtype, (heads, queries, keys), (q.shape[3], v.shape[3]), scope) and compiles(q.device):
+        return Choice("flex", "on a GPU FlexAttention skips what the pattern can't reach")
     if plain and scope.score is not None:
         few = batch * heads * queries * keys <= FEW
         return (

@@ -74,7 +74,8 @@ class _Planner:
         self.lengths, self.offset = lengths, lengths[1] - lengths[0]
         self.size = min(block, lengths[0]), min(block, lengths[1])
         self.part = PART if device.type == "cpu" else PART_ON_GPU
-        self.tiles, self.blocks = self._spans(self.offset, self.size[0]), self._spans(0, self.size[1])
+        self.tiles = runs(self.offset, lengths[1], self.size[0], scope)
+        self.blocks = runs(0, lengths[1], self.size[1], scope)
         self.parts: list[Part] = []
         self.loose: dict[int, list[_Item]] = {}  # by how many blocks they touch
         self.masks: dict[tuple[bytes, torch.Size], Tensor] = {}
@@ -97,27 +98,14 @@ class _Planner:
         pairs = sum(math.prod(part.shape) for part in self.parts)
         return Plan(tuple(self.parts), self.size, self.part, pairs, self.complete, bool(self.loose))
 
-    def _spans(self, start: int, size: int) -> Span:
-        """The tokens from `start` on in runs of one size, on the CPU."""
-        first = torch.arange(start, self.lengths[1], size)
-        span = Span(first, (first + size).clamp(max=self.lengths[1]) - 1)
-        if self.scope is None:
-            return span
-        marked, salt = self.scope.marked, self.scope.query.salt
-        marked = None if marked is None else _extremes(marked.cpu().int(), span)[1].any(0)
-        return dataclasses.replace(span, marked=marked, salt=None if salt is None else salt.cpu())
-
     def _table(self, heads: int, chosen: slice) -> tuple[np.ndarray, np.ndarray]:
         """Which blocks these tiles touch, and which of them may be seen in part only, both [1 or h, i, nk]."""
-        first, last = self.tiles.first[chosen, None], self.tiles.last[chosen, None]
-        marked = None if self.tiles.marked is None else self.tiles.marked[chosen, None]
-        rows, head = Span(first, last, marked, self.tiles.salt), torch.arange(heads)[:, None, None]
-        touched, covered = (ask(rows, self.blocks, head) for ask in (self.pattern.touches, self.pattern.covers))
+        marked = None if self.tiles.marked is None else self.tiles.marked[chosen]
+        tiles = Span(self.tiles.first[chosen], self.tiles.last[chosen], marked, self.tiles.salt)
+        touched, covered = table(self.pattern, tiles, self.blocks, heads)
         if self.scope is not None and self.scope.documents is not None:
-            tiles = Span(self.tiles.first[chosen], self.tiles.last[chosen])
-            touched = touched & _may_share(self.scope.documents.cpu(), tiles, self.blocks)
-        size = (heads, len(first), len(self.blocks.first))
-        return touched.expand(size).numpy(), ~covered.expand(size).numpy()
+            touched = touched & may_share(self.scope.documents.cpu(), tiles, self.blocks).any(0)
+        return touched.numpy(), ~covered.numpy()
 
     def _alike(self, touched: np.ndarray) -> Iterator[slice]:
         """Heads next to each other that touch the same blocks, cut so that they are whole groups or lie in one."""
@@ -245,14 +233,34 @@ def _even(count: int, most: int) -> int:
     return -(-count // parts)
 
 
-def _may_share(documents: Tensor, queries: Span, keys: Span) -> Tensor:
-    """Whether runs of tokens may have a document in common, [n, m]: whether their ids overlap in any sequence."""
+def runs(start: int, stop: int, size: int, scope: Scope | None = None) -> Span:
+    """The tokens from `start` on in runs of one size, on the CPU, with what a call says about them."""
+    first = torch.arange(start, stop, size)
+    span = Span(first, (first + size).clamp(max=stop) - 1)
+    if scope is None:
+        return span
+    marked, salt = scope.marked, scope.query.salt
+    marked = None if marked is None else _extremes(marked.cpu().int(), span)[1].any(0)
+    return dataclasses.replace(span, marked=marked, salt=None if salt is None else salt.cpu())
+
+
+def table(pattern: Pattern, queries: Span, keys: Span, heads: int) -> tuple[Tensor, Tensor]:
+    """Which runs of keys each run of queries touches, and which of them it sees whole, both [heads, n, m]."""
+    marked = None if queries.marked is None else queries.marked[:, None]
+    rows = Span(queries.first[:, None], queries.last[:, None], marked, queries.salt)
+    head, size = torch.arange(heads)[:, None, None], (heads, len(queries.first), len(keys.first))
+    touched, covered = (ask(rows, keys, head).expand(size) for ask in (pattern.touches, pattern.covers))
+    return touched, covered
+
+
+def may_share(documents: Tensor, queries: Span, keys: Span) -> Tensor:
+    """Whether runs of tokens may have a document in common, [b, n, m]: whether their ids overlap."""
     low, high = zip(*(_extremes(documents, span) for span in (queries, keys)), strict=True)
-    return ((low[0][:, :, None] <= high[1][:, None]) & (low[1][:, None] <= high[0][:, :, None])).any(0)
+    return (low[0][:, :, None] <= high[1][:, None]) & (low[1][:, None] <= high[0][:, :, None])
 
 
 def _extremes(values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
     """The lowest and highest value of each run, [b, n]."""
     longest = int((span.last - span.first).max()) + 1
     index = (span.first[:, None] + torch.arange(longest)).minimum(span.last[:, None])
-    return values[:, index].aminmax(dim=-1)
+    return values[:, index.to(values.device, non_blocking=True)].aminmax(dim=-1)

@@ -142,7 +142,7 @@ CHANGES = [
     ),
     _change(
         "marks only of the first sequence", NARROW,
-        "kernels.plan:_Planner._spans", "[1].any(0)", "[1][0].bool()",
+        "kernels.plan:runs", "[1].any(0)", "[1][0].bool()",
         caught=("masks_combine",),
     ),
     _change(
