@@ -15,84 +15,67 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs, n
 import torch
 from torch import nn
 
-import attnzoo
 from attnzoo.bench import machine
+from attnzoo.training.model import Transformer
 
 WORDS, WIDTH, HEADS, LAYERS, INNER = 1000, 512, 8, 6, 2048
 CHECKED = 24  # tokens that are compared with a full pass
 
 
-class Layer(nn.Module):
-    """A pre-norm layer around an attention."""
+class Ours:
+    """The model that recipes train, around a variant, with the caches that it makes."""
 
-    def __init__(self, attention):
-        super().__init__()
-        self.attention = attention
-        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
-        self.inner = nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+    def __init__(self, name, batch, longest, **options):
+        self.model = Transformer(
+            vocabulary=WORDS, length=longest, classes=WORDS, causal=True, pooling="every", d_model=WIDTH,
+            layers=LAYERS, feed_forward=INNER, attention={"name": name, "num_heads": HEADS, **options},
+        ).eval()  # fmt: skip
+        self.batch, self.longest = batch, longest
 
-    def forward(self, hidden, cache):
-        hidden = hidden + self.attention(self.norms[0](hidden), cache=cache)
-        return hidden + self.inner(self.norms[1](hidden))
+    def start(self):
+        self.caches = self.model.new_caches(self.batch, self.longest)
+
+    def step(self, words):
+        return self.model(words[:, -1:], caches=self.caches)
+
+    def full(self, words):
+        return self.model(words)
 
 
-class Model(nn.Module):
-    """A decoder that embeds tokens and positions; its attention is made by `make`."""
+class Grown(list):
+    """Keys and values of one layer, that `torch.cat` makes longer at each token."""
 
-    def __init__(self, make, longest):
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(longest, WIDTH)
-        self.layers = nn.ModuleList(Layer(make()) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens, caches=None, start=0):
-        hidden = self.tokens(tokens) + self.positions.weight[start : start + tokens.shape[1]]
-        for layer, cache in zip(self.layers, caches or [None] * LAYERS, strict=True):
-            hidden = layer(hidden, cache)
-        return self.head(self.norm(hidden))
+    @property
+    def length(self):
+        return self[0].shape[2] if self else 0
 
 
 class Concatenated(nn.Module):
-    """Attention whose cache is a list of keys and values that `torch.cat` makes longer at each token."""
+    """Attention with such a cache."""
 
     def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x, cache=None):
+    def forward(self, x, key_mask=None, cache=None):
         q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         if cache is not None:
-            k, v = (torch.cat([*old, new], dim=2) for old, new in zip(cache or ([], []), (k, v), strict=True))
-            cache[:] = [k], [v]
+            cache[:] = [torch.cat(two, dim=2) for two in zip(cache, (k, v), strict=True)] if cache else [k, v]
+            k, v = cache
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
         return self.out(out.transpose(1, 2).flatten(2))
-
-
-class Ours:
-    """A variant in `Model`, with the caches that it makes."""
-
-    def __init__(self, name, batch, longest, **options):
-        self.model = Model(lambda: attnzoo.build(name, WIDTH, HEADS, causal=True, **options), longest)
-        self.batch, self.longest = batch, longest
-
-    def start(self):
-        self.caches = [layer.attention.new_cache(self.batch, self.longest) for layer in self.model.layers]
-
-    def step(self, words):
-        return self.model(words[:, -1:], self.caches, words.shape[1] - 1)
-
-    def full(self, words):
-        return self.model(words)
 
 
 class Cat(Ours):
     """The same model around `Concatenated`."""
 
     def __init__(self, batch, longest):
-        self.model = Model(Concatenated, longest)
+        super().__init__("kv_cached", batch, longest)
+        for layer in self.model.layers:
+            layer.attention = Concatenated()
 
     def start(self):
-        self.caches = [[] for _ in range(LAYERS)]
+        self.caches = [Grown() for _ in range(LAYERS)]
 
 
 class HuggingFace:
@@ -203,7 +186,7 @@ if __name__ == "__main__":
     parser.add_argument("--models", default=",".join(MODELS), help="some of " + ", ".join(MODELS))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turn", type=int, default=32, help="tokens that one decodes before the next has its turn")
     given = parser.parse_args()
     torch.set_num_threads(1)

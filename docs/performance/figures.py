@@ -8,13 +8,14 @@ BUDGET = " --budget 200"
 
 
 class Figure(NamedTuple):
-    """One figure: `goal` is what it should reach, at least unless `at_most`."""
+    """One figure: `goal` is what it should reach, at least unless `at_most`; a `stretch` is what it might."""
 
     what: str
     unit: str
     goal: float
     read: Callable[[Result], float | None]
     at_most: bool = False
+    stretch: bool = False
 
 
 class Measurement(NamedTuple):
@@ -148,7 +149,7 @@ MEASUREMENTS = (
             Figure("`bigbird`, forward: transformers' BigBird", "x", 4.5, times("hf-bigbird", "forward")),
             Figure("`bigbird`, forward and backward: transformers' BigBird", "x", 2.7, times("hf-bigbird", "both")),
             Figure("`bigbird`, forward and backward: SDPA with the pattern as a mask", "x", 5, times("sdpa", "both")),
-            Figure("`bigbird`, forward: compiled FlexAttention", "x", 1, times("flex", "forward")),
+            Figure("`bigbird`, forward: compiled FlexAttention", "x", 1, times("flex", "forward"), stretch=True),
         ),
     ),
     Measurement(
@@ -197,12 +198,13 @@ MEASUREMENTS = (
                 "x",
                 2,
                 of_labels("tokens_a_second", "gqa:num_kv_heads=2", *HF),
+                stretch=True,
             ),
         ),
     ),
     Measurement(
         "Decoding with whole models, 1536 tokens of 8 sequences",
-        f"{DECODING} --models kv_cached,torch.cat --tokens 1536 --rounds 1",
+        f"{DECODING} --models kv_cached,torch.cat --tokens 1536 --rounds 2",
         (
             Figure(
                 "models, 1536 tokens: a cache by `torch.cat`",

@@ -55,7 +55,9 @@ def run(command: str) -> Result:
 def value(figure: Figure, result: Result) -> tuple[str, str, str]:
     """What was measured, the goal, and whether the one meets the other, as cells."""
     found = figure.read(result)
-    goal = f"{'at most' if figure.at_most else 'at least'} {figure.goal:g} {figure.unit}"
+    goal = (
+        f"{'at most' if figure.at_most else 'at least'} {figure.goal:g} {figure.unit}{', a stretch' * figure.stretch}"
+    )
     if found is None:
         return "not measured", goal, ""
     met = found <= figure.goal if figure.at_most else found >= figure.goal
