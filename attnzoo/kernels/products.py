@@ -34,7 +34,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         of_some = out[chosen]
         for number, part in enumerate(call.plan.parts):
             weights = some.weights(number, part)
-            part.put(of_some, weights.of_seeing(_over_keys(part, some.lean(weights.dropped), some.v)))
+            part.put(of_some, weights.of_seeing(_over_keys(part, some.lean(weights.dropped), part.keys(some.v))))
     return out[:, :, :queries]
 
 
@@ -53,7 +53,7 @@ def gradients(
             weights = some.weights(number, part, parameters)
             rows = weights.of_seeing(part.queries(above))
             some.add(part, some_v, some.lean(weights.dropped), rows)
-            of_weights = some.widened("of weights, wide", some.products(part, "of weights", rows, some.v))
+            of_weights = some.widened("of weights, wide", some.products(part, "of weights", rows, part.keys(some.v)))
             if weights.kept is not None:
                 of_weights = of_weights * weights.kept
             of_scores = some.memory("of scores", weights.values.shape, some.wide)
@@ -63,8 +63,8 @@ def gradients(
                 of_scores, found = weights.through_score(of_scores, parameters)
                 of_parameters = [_sum(old, new) for old, new in zip(of_parameters, found, strict=True)]
             narrow = some.lean(of_scores)
-            part.put(some_q, _over_keys(part, narrow, some.k).mul_(scale))
-            some.add(part, some_k, narrow, part.queries(some.q))
+            part.put(some_q, _over_keys(part, narrow, weights.keys).mul_(scale))
+            some.add(part, some_k, narrow, weights.queries)
     of_k, of_v = of_k.mul_(scale).to(k.dtype)[:, :, :keys], of_v.to(v.dtype)[:, :, :keys]
     return [of_q[:, :, :queries], of_k, of_v, *of_parameters]
 
@@ -82,6 +82,8 @@ def _cut(plan: Plan, queries: Tensor, *keys: Tensor) -> list[Tensor]:
 class Weights(NamedTuple):
     """The weights [x, m, keys] of a part; `empty` [x, m, 1] says which rows see nothing, `kept` what dropout leaves."""
 
+    queries: Tensor  # what they were computed from, as the part reads it
+    keys: list[Tensor]
     values: Tensor
     empty: Tensor | None
     kept: Tensor | None
@@ -116,7 +118,7 @@ class _Sequences:
         self.scale = q.shape[-1] ** -0.5
         # On a CPU products of float16 are slow.
         dtype = q.dtype if q.dtype == torch.bfloat16 or q.device.type != "cpu" else self.wide
-        self.q, self.k, self.v, self.k_wide = q.to(dtype), k.to(dtype), v.to(dtype), k.to(self.wide)
+        self.q, self.k, self.v = q.to(dtype), k.to(dtype), v.to(dtype)
 
     def memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for one use at a time: fresh memory of this size costs as much as a product."""
@@ -137,10 +139,10 @@ class _Sequences:
         """In the dtype of sums: an operation on two dtypes would do this too, in fresh memory."""
         return x if x.dtype == self.wide else self.memory(name, x.shape, self.wide).copy_(x)
 
-    def products(self, part: Part, name: str, rows: Tensor, keys: Tensor) -> Tensor:
-        """Each row [x, m, d] with each key of the part: [x, m, keys]."""
+    def products(self, part: Part, name: str, rows: Tensor, keys: list[Tensor]) -> Tensor:
+        """Each row [x, m, d] with each key of the part's runs: [x, m, keys]."""
         out = self.memory(name, (*rows.shape[:2], part.shape[2]), rows.dtype)
-        for columns, run in zip(part.split(out), part.keys(keys), strict=True):
+        for columns, run in zip(part.split(out), keys, strict=True):
             torch.bmm(rows, run.mT, out=columns)
         return out
 
@@ -153,9 +155,10 @@ class _Sequences:
 
     def weights(self, number: int, part: Part, parameters: Sequence[Tensor] | None = None) -> Weights:
         """Softmax over what may be looked at; with `parameters` for gradients."""
-        rows = part.queries(self.q)
+        rows, keys = part.queries(self.q), part.keys(self.k)
         scaled = torch.mul(rows, self.scale, out=self.memory("scaled", rows.shape, self.wide))
-        scores = self.products(part, "scores", scaled, self.k_wide)
+        wide = [self.widened(f"wide keys {run}", run_keys) for run, run_keys in enumerate(keys)]
+        scores = self.products(part, "scores", scaled, wide)
         by_head = scores.view(-1, *part.shape)
         raw = shaped = None
         if self.scope.score is not None:
@@ -175,7 +178,7 @@ class _Sequences:
             generator = torch.Generator(scores.device).manual_seed(self.seed + number)  # backward must drop the same
             drawn = torch.rand(scores.shape, generator=generator, device=scores.device)
             kept = (drawn >= self.scope.dropout).to(self.wide) / (1 - self.scope.dropout)
-        return Weights(values, empty, kept, raw, shaped)
+        return Weights(rows, keys, values, empty, kept, raw, shaped)
 
 
 def _sequences(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[slice, _Sequences]]:
@@ -188,9 +191,9 @@ def _sequences(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[sl
         yield chosen, _Sequences(q[chosen], k[chosen], v[chosen], call.scope.sequences(chosen), seed, held)
 
 
-def _over_keys(part: Part, weights: Tensor, values: Tensor) -> Tensor:
-    """The sum of values by weight [x, m, keys]: [x, m, f]."""
-    first, *others = zip(part.split(weights), part.keys(values), strict=True)
+def _over_keys(part: Part, weights: Tensor, values: list[Tensor]) -> Tensor:
+    """The sum of the values of all runs by weight [x, m, keys]: [x, m, f]."""
+    first, *others = zip(part.split(weights), values, strict=True)
     out = torch.bmm(*first)
     for columns, run in others:
         out.baddbmm_(columns, run)

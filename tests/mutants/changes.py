@@ -342,7 +342,7 @@ CHANGES = [
     ),
     _change(
         "keys detached in blocks", LOCAL,
-        "kernels.products:gradients", "some.add(part, some_k, narrow, part.queries(some.q))", "pass",
+        "kernels.products:gradients", "some.add(part, some_k, narrow, weights.queries)", "pass",
         caught=("gradients_are_those_of_the_pattern",),
     ),
     _change(
