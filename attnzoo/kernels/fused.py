@@ -38,8 +38,10 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
     if q.device.type == "cpu" and dtype.itemsize == 2 and not (few and not torch.is_grad_enabled()):
         q, k, v = q.float(), k.float(), v.float()  # torch sums gradients in half precision there, and is no faster
     mask = seen = None
-    causal = scope.pattern_alone and scope.pattern == Causal() and q.shape[2] == k.shape[2]
-    if not (causal or scope.all_visible or (scope.pattern_alone and scope.pattern == Full())):
+    causal = False  # a plain bool: in a graph a comparison of lengths is none
+    if scope.pattern_alone and scope.pattern == Causal() and q.shape[2] == k.shape[2]:
+        causal = True
+    elif not (scope.all_visible or (scope.pattern_alone and scope.pattern == Full())):
         mask, seen = _mask(q, k, scope)
     if few and shared:
         out = _folded(q, k, v, mask, scope.dropout)

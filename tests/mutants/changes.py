@@ -162,7 +162,7 @@ CHANGES = [
     ),
     _change(
         "top-left causality", GQA,
-        "kernels.fused:fused", "q.shape[2] == k.shape[2]", "q.shape[2] > 1",
+        "kernels.fused:fused", "q.shape[2] == k.shape[2]:", "q.shape[2] > 1:",
         caught=("cached_equals_full",),
     ),
     _change(
