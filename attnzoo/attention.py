@@ -57,6 +57,8 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.projection = projection
+        if not _is_value(pattern):
+            raise OptionError(f"pattern must be a value that can be hashed, as a frozen dataclass is, not {pattern!r}")
         if causal and pattern.decodes and not pattern.causal:
             raise OptionError(f"{pattern} hides all later tokens but marked ones: causal=True would hide those too")
         self.pattern = pattern & Causal() if causal and not pattern.causal else pattern
@@ -152,9 +154,10 @@ class Attention(nn.Module):
         q, k, v, scope, piece = self._open(x, context, values, key_mask, mask, documents, marked, cache)
         with without_autocast(q):
             heads = self.attend(q, k, v, scope)
+        y = self.projection.output(self, heads)
         if cache is not None:
             cache.commit(piece)
-        return self.projection.output(self, heads)
+        return y
 
     def weights(
         self, x: Tensor, context: Tensor | None = None, *,
@@ -374,8 +377,10 @@ def attend(
             f"q [b, h, q, d], k [b, g, k, d] and v [b, g, k, f] must agree, and g divide h: "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
-    if not isinstance(pattern, Pattern):
-        raise InputError(f"pattern must be a pattern, such as Local(128) & Causal(), not {pattern!r}")
+    if not isinstance(pattern, Pattern) or not _is_value(pattern):
+        raise InputError(
+            f"pattern must be a pattern, such as Local(128) & Causal(), that can be hashed: not {pattern!r}"
+        )
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise InputError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
     if marked is not None and not pattern.marks:
@@ -395,6 +400,15 @@ def attend(
         k, v = (tensor.masked_fill(~key_mask[:, None, :, None], 0) for tensor in (k, v))
     with without_autocast(q):
         return fastest(q, k, v, scope, whole("block", block))
+
+
+def _is_value(pattern: Pattern) -> bool:
+    """Whether a pattern can be told by its value, as what is computed once for it has to be."""
+    try:
+        hash(pattern)
+    except TypeError:
+        return False
+    return True
 
 
 def _hide(tokens: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -168,7 +168,7 @@ class Cache:
         if not whole_numbers or not bool(((index >= 0) & (index < self.batch_size)).all()):
             raise CacheError(f"reorder wants a 1-D tensor of whole numbers below {self.batch_size}, not {index!r}")
         self._ring.reorder(index)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self._hidden = None if self._hidden is None else self._hidden.index_select(0, index)
         self.batch_size = len(index)
 

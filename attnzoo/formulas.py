@@ -9,12 +9,22 @@ from attnzoo.patterns import Pair, Pattern
 LONGEST = 100  # a chain that can still be walked
 
 
+_meant: dict[str, Pattern] = {}
+
+
 def formula_of(pattern: Pattern) -> str:
-    """The formula that stands for a pattern where only text can, empty where none reads back to an equal one."""
+    """The formula that stands for a pattern where only text can, which `meaning` keeps to; empty where there is none:
+    the text reads back to another one, or stands for another one already, as after a notebook cell was run again."""
+    text = str(pattern)
     try:
-        return str(pattern) if parse(str(pattern)) == pattern else ""
+        return text if parse(text) == pattern == _meant.setdefault(text, pattern) else ""
     except OptionError:
         return ""
+
+
+def meaning(formula: str) -> Pattern:
+    """The pattern that a formula stands for."""
+    return _meant.get(formula) or parse(formula)
 
 
 def parse(formula: str) -> Pattern:

@@ -98,14 +98,14 @@ class Ring:
 
     def reorder(self, index: Tensor) -> None:
         """Puts the sequences in another order."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             self.entries = {name: stored.index_select(0, index) for name, stored in self.entries.items()}
 
     def _in_place(self, new: Entries) -> bool:
         """Whether entries can be stored before they are looked at: neither a gradient nor a query needs what was
         there."""
         queries = _length(new)
-        return not torch.is_grad_enabled() and (queries <= 1 or self.length + queries - self.start <= self.last)
+        return not torch.is_grad_enabled() and (queries == 1 or self.length + queries - self.start <= self.last)
 
     @torch.no_grad()
     def _write(self, new: Entries) -> None:
@@ -141,7 +141,7 @@ class Ring:
         front = [*range(self.first), *self.moved]
         wanted = torch.cat([torch.tensor(front, dtype=torch.long, device=tokens.device), self._range(oldest, stop)])
         columns = torch.searchsorted(tokens, wanted)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # the first turns gradients on again
             for name, stored in self.entries.items():
                 rows = stored.new_zeros(*stored.shape[:2], len(front) + self.last, stored.shape[3])
                 rows[:, :, : len(wanted)] = entries[name].index_select(2, columns)
@@ -152,7 +152,7 @@ class Ring:
     def _restart(self) -> None:
         """Lays the rows as they were at the start."""
         rows = self.first + self.last
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             if self.moved:
                 self.entries = {name: stored[:, :, :rows].clone() for name, stored in self.entries.items()}
             self.tokens = self._range(0, rows)

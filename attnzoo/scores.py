@@ -10,7 +10,10 @@ from attnzoo.shapes import Place
 
 
 class Score:
-    """A term added to the scores, or a way to shape them; one with parameters is an nn.Module as well."""
+    """A term added to the scores, or a way to shape them; one with parameters is an nn.Module as well.
+
+    It is asked for parts of the scores, and again for gradients, so the same scores and places must give the same.
+    """
 
     by_place = False  # does it add numbers that follow from places alone, so that gradients pass it unchanged?
 

@@ -114,6 +114,8 @@ def test_all_variants_without_names(run):
         (("local", "--dtype", "float3"), "did you mean 'float32'?"),
         (("local", "--budget", "0"), "budget must be some seconds"),
         (("local", "--device", "tpu"), "device must be one of"),
+        (("local", "--threads", "100000"), "threads must be at most 1024"),
+        (("local", "--out", "/dev/null"), "--out /dev/null is no folder to write to"),
     ],
 )
 def test_wrong_input_is_one_message(run, words, said):

@@ -1,5 +1,7 @@
 """Caches: what they keep, count and refuse, and what a decoding step costs; the contract covers the rest."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -300,3 +302,37 @@ def test_a_compiled_step_is_not_compiled_again_for_each_token(name, options, rew
                 outputs.append(compiled(x[:, step : step + 1], cache=cache))
         torch.testing.assert_close(torch.cat(outputs, dim=1), attention(x))
     torch.compiler.reset()
+
+
+def test_marked_tokens_that_leave_the_window_are_kept_detached():
+    attn = attnzoo.build("local", d_model=16, num_heads=2, radius=2, causal=True).eval()
+    cache, pieces = attn.new_cache(1, 100), []
+    for token in range(12):
+        pieces.append(torch.randn(1, 1, 16, requires_grad=True))
+        y = attn(pieces[-1], cache=cache, marked=torch.tensor([[place == 1 for place in range(token + 1)]]))
+        y.sum().backward()
+    assert not any(tensor.requires_grad for tensor in copy.deepcopy(cache)._ring.entries.values())
+    grads = [piece.grad.clone() for piece in pieces]
+    attn(torch.randn(1, 1, 16), cache=cache, marked=None).sum().backward()
+    torch.testing.assert_close([piece.grad for piece in pieces], grads)  # earlier ones get nothing
+
+
+@pytest.mark.parametrize("where", ["attend", "out_proj"])
+def test_a_call_that_fails_late_changes_nothing(where, monkeypatch):
+    attn = attnzoo.build("local", d_model=16, num_heads=2, radius=2, causal=True).eval()
+    cache, x = attn.new_cache(1, 100), torch.randn(1, 9, 16)
+    with torch.no_grad():
+        for token in x[:, :8].split(1, dim=1):
+            attn(token, cache=cache)
+        with monkeypatch.context() as broken:
+            place, name = (attn, "attend") if where == "attend" else (attn.out_proj, "forward")
+            broken.setattr(place, name, _fail)
+            with pytest.raises(ZeroDivisionError):
+                attn(x[:, 8:], cache=cache)
+        assert cache.length == 8
+        attn(x[:, :0], cache=cache, key_mask=torch.ones(1, 8, dtype=torch.bool))
+        torch.testing.assert_close(attn(x[:, 8:], cache=cache), attn(x)[:, 8:])
+
+
+def _fail(*_):
+    raise ZeroDivisionError

@@ -1,11 +1,13 @@
 """Every kernel gives what `dense` gives, forward and backward; `dense` against a plain loop."""
 
 import math
+import threading
 
 import pytest
 import torch
 
 from attnzoo import NotSupportedError, attend, build
+from attnzoo.kernels import plan as plan_kernel
 from attnzoo.kernels.blocks import blocks
 from attnzoo.kernels.dense import dense
 from attnzoo.kernels.fastest import choose, explained, fastest
@@ -244,12 +246,117 @@ def test_blocks_computes_again_with_the_parameters_of_the_call():
     torch.testing.assert_close(*grads)
 
 
-def test_a_score_is_asked_only_for_places_that_exist():
+@pytest.mark.parametrize("pattern", [Local(1), Random(2, block=4)], ids=str)
+def test_a_score_is_asked_only_for_places_that_exist(pattern):
     class Table(Score):
         def __call__(self, scores, query, key):
-            return scores + torch.arange(5, dtype=scores.dtype)[key.index]
+            return scores + torch.arange(39, dtype=scores.dtype)[key.index]
 
-    same(blocks, *inputs(5, 5), scope_of(Local(1), 5, 5, score=Table()), block=4)
+    same(blocks, *inputs(39, 39), scope_of(pattern, 39, 39, score=Table()), block=4)
+
+
+@pytest.mark.parametrize("pattern", [Local(2) | Marked(), Random(2, block=4) | Marked()], ids=str)
+def test_a_score_knows_which_tokens_are_marked(pattern):
+    class More(Score):
+        def __call__(self, scores, query, key):
+            return scores + key.marked - 2.0 * query.marked * key.marked
+
+    marked = torch.rand(2, 30) < 0.3
+    query, key = places(HEADS, 30, 30, torch.device("cpu"), marked)
+    same(blocks, *inputs(30, 30), Scope(pattern, query, key, marked=marked, score=More()), block=4)
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_score_may_compute_with_tensors_that_are_no_parameters(module):
+    class Bias(Score):
+        def __init__(self, numbers):
+            super().__init__()
+            self.numbers = numbers
+
+        def forward(self, scores, query, key):
+            return scores + self.numbers[query.head]
+
+        __call__ = forward
+
+    made = type("Layer", (Bias, torch.nn.Module), {}) if module else Bias
+    (q, k, v), grads = (tensor.detach() for tensor in inputs(9, 9)), []
+    for kernel in (blocks, dense):
+        numbers = torch.linspace(0, 1, HEADS, dtype=torch.float64).requires_grad_()
+        kernel(q, k, v, scope_of(Local(2), 9, 9, score=made((numbers * 2).sin()))).square().sum().backward()
+        grads.append(numbers.grad)
+    assert grads[0] is not None
+    torch.testing.assert_close(*grads)
+
+
+def test_a_score_may_write_to_what_it_gets():
+    class Less(Score):
+        def __call__(self, scores, query, key):
+            scores -= (query.index - key.index).abs()
+            return scores
+
+    q, k, v = inputs(9, 9)
+    scope, right = (scope_of(Local(3), 9, 9, score=score) for score in (Less(), DistanceOff()))
+    out, wanted = blocks(q, k, v, scope), dense(q, k, v, right)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, wanted)))
+
+
+class DistanceOff(Score):
+    def __call__(self, scores, query, key):
+        return scores - (query.index - key.index).abs()
+
+
+def test_a_learned_score_serves_several_threads():
+    """Each gets its gradient, and the module keeps its parameters."""
+    score, (q, k, v) = Slope(), (tensor.detach() for tensor in inputs(60, 60))
+
+    def work():
+        for _ in range(8):
+            blocks(q, k, v, scope_of(Local(4), 60, 60, score=score), block=4).square().sum().backward()
+
+    totals = []
+    for at_once in (False, True):
+        score.slope.grad = None
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            if not at_once:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        totals.append(score.slope.grad)
+    torch.testing.assert_close(*totals)
+    assert isinstance(score.slope, torch.nn.Parameter)
+
+
+def test_the_default_device_plays_no_part():
+    q, k, v = inputs(40, 40)
+    wanted = blocks(q, k, v, scope_of(Local(3) | Random(1, block=4), 40, 40), block=4)
+    documents = torch.arange(40).expand(2, -1) // 9
+    packed = blocks(q, k, v, scope_of(Local(3), 40, 40, documents=documents), block=4)
+    scopes = scope_of(Local(3) | Random(1, block=4), 40, 40), scope_of(Local(3), 40, 40, documents=documents)
+    plan_kernel._remembered.cache_clear()
+    with torch.device("meta"):
+        torch.testing.assert_close(blocks(q, k, v, scopes[0], block=4), wanted)
+        torch.testing.assert_close(blocks(q, k, v, scopes[1], block=4), packed)
+
+
+def test_what_is_explained_in_one_thread_is_computed_in_another():
+    q, k, v = (tensor.detach() for tensor in inputs(9, 9))
+    scope, outs = scope_of(Local(2), 9, 9), []
+    with explained():
+        thread = threading.Thread(target=lambda: outs.append(fastest(q, k, v, scope)))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(outs[0], dense(q, k, v, scope))
+
+
+@pytest.mark.filterwarnings("ignore")  # what the tracer warns of
+@pytest.mark.parametrize("name", ["gqa", "local", "bigbird"])
+def test_modules_can_be_traced(name):
+    attn = build(name, d_model=8, num_heads=2, **({"num_kv_heads": 1} if name == "gqa" else {})).eval()
+    x = torch.randn(1, 300, 8)
+    torch.testing.assert_close(torch.jit.trace(attn, (x,))(x), attn(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
+from attnzoo import attend, build
 from attnzoo.errors import OptionError
-from attnzoo.formulas import parse
+from attnzoo.formulas import formula_of, meaning, parse
 from attnzoo.patterns import Both, Causal, Either, Full, Global, Heads, Local, Pattern, Random
 from attnzoo.shapes import Place, Span
 
@@ -180,3 +181,34 @@ def test_a_pattern_of_ones_own_works_everywhere_with_one_method():
     pattern = parse("Strided(3) & Causal()")
     assert pattern == Strided(3) & Causal()
     assert pattern.draw(4) == "# . . .\n. # . .\n. . # .\n# . . #"
+
+
+def test_a_formula_means_the_pattern_that_it_was_asked_for():
+    """Running a notebook cell again makes a second class of the same name."""
+
+    def cell(step):
+        @dataclasses.dataclass(frozen=True, repr=False)
+        class EveryNth(Pattern):
+            def sees(self, query, key):
+                return (query.index - key.index) % step == 0
+
+        return EveryNth()
+
+    first = cell(2)
+    assert meaning(formula_of(first)) is first
+    second = cell(3)
+    assert formula_of(first) == formula_of(second) == ""
+    assert meaning("EveryNth()") is first
+    assert meaning(formula_of(Local(3) & Causal())) == Local(3) & Causal()
+
+
+def test_a_pattern_that_cannot_be_hashed_is_refused():
+    @dataclasses.dataclass
+    class Listed(Pattern):
+        places: list[int]
+
+    with pytest.raises(OptionError, match="frozen dataclass"):
+        build("sparse", d_model=8, num_heads=2, pattern=Listed([1]))
+    q = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(ValueError, match="hashed"):
+        attend(q, q, q, Listed([1]))

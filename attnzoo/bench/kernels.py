@@ -7,6 +7,7 @@ from attnzoo.attention import Attention
 from attnzoo.bench.problem import read
 from attnzoo.errors import OptionError
 from attnzoo.kernels.fastest import Choice, explained
+from attnzoo.options import whole
 from attnzoo.scope import Scope, places
 
 OWN = Choice("dense", "it is written out in the variant")
@@ -27,6 +28,7 @@ def kernels(subject: str, shape: str, dtype: torch.dtype = torch.float32) -> dic
             f"shape must be sequences, tokens, heads and features a head, as in 1,4096,8,64, not {shape!r}"
         )
     batch, length, heads, head_dim = sizes
+    whole("tokens", length, most=2**20)
     name, options = read(subject)
     attn = registry.build(name, d_model=heads * head_dim, num_heads=heads, **options)
     found = {

@@ -50,7 +50,7 @@ class Settings:
         choice("level", self.level, LEVELS)
         choice("dtype", self.dtype, DTYPES)
         choice("device", self.device, ("cpu", "cuda"))
-        whole("threads", self.threads, least=0)
+        whole("threads", self.threads, least=0, most=1024)
         if not self.budget > 0:
             raise OptionError(f"budget must be some seconds, not {self.budget}")
         if self.device == "cuda" and not torch.cuda.is_available():

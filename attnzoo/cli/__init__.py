@@ -56,7 +56,8 @@ def run(arguments: Sequence[str]) -> int:
         try:
             with command.make_context("attnzoo", [word for word in arguments if word != "--debug"]) as context:
                 command.invoke(context)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # the user may have closed it
+                sys.stdout.flush()
         except typer.Exit as done:
             return done.exit_code
         except UsageError as error:

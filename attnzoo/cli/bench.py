@@ -59,6 +59,11 @@ def bench(
         budget=budget,
         unequal=unequal,
     )
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"--out {out} is no folder to write to: {error.strerror}") from None
     progress = Bar() if sys.stderr.isatty() and not json else Progress()
     report = benchmark.run(names or everything(), settings, progress)
     if out is not None:

@@ -62,6 +62,8 @@ def generate(
 
 def read(file: str) -> str:
     """The text of a file, or of stdin, without its last line break."""
+    if file == "-" and sys.stdin is None:
+        raise OptionError("--prompt-file - reads stdin, and stdin is closed")
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         text = content.decode("utf-8-sig").replace("\r\n", "\n")

@@ -29,7 +29,7 @@ def block_mask(scope: Scope, heads: int, block: int, device: torch.device) -> Bl
 
 @functools.lru_cache(maxsize=64)
 def _remembered(*call: Any) -> BlockMask:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         return _made(*call)
 
 

@@ -1,7 +1,9 @@
 """Sparse attention in blocks: what the pattern can't reach is never computed."""
 
+import copy
 import dataclasses
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +13,6 @@ from attnzoo.kernels.dense import dense, without_autocast
 from attnzoo.kernels.plan import plan
 from attnzoo.kernels.products import Call, attend, gradients
 from attnzoo.scope import Scope
-from attnzoo.scores import Score
 from attnzoo.shapes import Heads, Keys, Queries, Values
 
 MASKS = ("key_mask", "mask", "documents", "marked")
@@ -25,11 +26,11 @@ def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Hea
 
     Cost: O(p d) time for p pairs in the touched blocks; O((q + k) h d) memory, and a fixed amount for the part.
     """
-    if not applies(q, k):
+    if not applies(q, k) or _learns_elsewhere(scope):
         return dense(q, k, v, scope)
     parameters: list[Tensor] = list(scope.score.parameters()) if isinstance(scope.score, torch.nn.Module) else []
     made = plan(scope, q.shape[1], k.shape[1], block, q.device)
-    seed = int(torch.randint(2**62, ())) if scope.dropout else 0
+    seed = int(torch.randint(2**62, (), device="cpu")) if scope.dropout else 0
     return _Blocks.apply(q, k, v, Call(made, scope, seed), *parameters)
 
 
@@ -38,7 +39,8 @@ def applies(q: Tensor, k: Tensor) -> bool:
     level = getattr(torch._C._functorch, "maybe_current_level", None)  # torch has no public way to ask
     transformed = level is not None and level() is not None
     plain = type(q) in (Tensor, torch.nn.Parameter) and not q.is_meta and not transformed
-    return plain and not torch.compiler.is_compiling() and q.numel() > 0 and k.shape[2] > 0
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return plain and not traced and q.numel() > 0 and k.shape[2] > 0
 
 
 class _Blocks(torch.autograd.Function):
@@ -62,11 +64,29 @@ class _Blocks(torch.autograd.Function):
         return (of_q, of_k, of_v, None, *others)
 
 
-def _with_parameters(scope: Scope, parameters: list[Tensor]) -> Scope:
+def _with_parameters(scope: Scope, parameters: Sequence[Tensor]) -> Scope:
     """The scope with a score that computes with these parameters, whatever its module holds by now."""
-    if not parameters:
+    score: Any = scope.score
+    if not isinstance(score, torch.nn.Module):
         return scope
-    module = cast(torch.nn.Module, scope.score)
-    named = dict(zip((name for name, _ in module.named_parameters()), parameters, strict=True))
-    score = cast(Score, lambda *call: torch.func.functional_call(module, named, call))
-    return dataclasses.replace(scope, score=score)
+    # A copy, as other threads may use the module; all its tensors but parameters are shared.
+    held = [
+        *score.buffers(),
+        *(x for module in score.modules() for x in vars(module).values() if isinstance(x, Tensor)),
+    ]
+    memo = {id(tensor): tensor for tensor in held}
+    memo |= {id(old): new for old, new in zip(score.parameters(), parameters, strict=True)}
+    made: Any = copy.deepcopy(score, memo)
+    return dataclasses.replace(scope, score=made)
+
+
+def _learns_elsewhere(scope: Scope) -> bool:
+    """Whether gradients go through the score to other tensors than its parameters, which only `dense` gives them."""
+    if scope.score is None or scope.score.by_place or not torch.is_grad_enabled():
+        return False
+    parameters = scope.score.parameters() if isinstance(scope.score, torch.nn.Module) else ()
+    score = _with_parameters(scope, [parameter.detach() for parameter in parameters]).score
+    assert score is not None
+    device = scope.key.index.device
+    place = scope.place(torch.zeros(1, 1, 1, dtype=torch.long, device=device), scope.query.head[:1])
+    return score(torch.zeros(1, 1, 1, 1, device=device), place, place).requires_grad

@@ -1,6 +1,7 @@
 """Which kernel computes a call, and why: the one place where that is chosen."""
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from attnzoo.kernels.blocks import applies, blocks
 from attnzoo.kernels.dense import dense
 from attnzoo.kernels.flex import compiles, flex, serves
-from attnzoo.kernels.fused import fused
+from attnzoo.kernels.fused import fused, remembers
 from attnzoo.kernels.operator import blocks_in_graph, takes
 from attnzoo.kernels.plan import plan
 from attnzoo.patterns import Causal, Full
@@ -19,7 +20,6 @@ from attnzoo.shapes import Heads, Keys, Queries, Values
 
 DENSE = 0.7  # the share of all scores from which on computing all of them is faster
 FEW = 2**19  # scores in all that are computed faster at once than in parts
-MOST = 2**24  # scores of one sequence that a mask may be made for
 LEAST_BLOCK = 16  # smaller blocks are there to be tested, and always used
 
 
@@ -38,8 +38,8 @@ def fastest(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> He
     Cost: that of the kernel; `attnzoo show NAME --shape` says which.
     """
     choice = choose(q, k, v, scope, block)
-    if _recorded is not None:
-        _recorded.append(choice)
+    if not torch.compiler.is_compiling() and (asked := _asked.get()) is not None:
+        asked.append(choice)
         return q.new_zeros(*q.shape[:3], v.shape[3])
     if choice.kernel == "fused":
         return fused(q, k, v, scope)
@@ -75,22 +75,22 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scope: Scope, block: int = 64) -> Ch
         return (
             Choice("dense", "few scores with a term") if few else Choice("blocks", "many scores with a term, in parts")
         )
-    if scope.score is None and not scope.dropout and block >= LEAST_BLOCK and heads * queries * keys <= MOST:
+    if scope.score is None and not scope.dropout and block >= LEAST_BLOCK and remembers(q, k, scope):
         share = plan(scope, heads, k.shape[1], block, q.device).pairs / (heads * queries * keys)
         if share >= DENSE:
             return Choice("fused", f"blocks would compute {share:.0%} of all scores")
     return Choice("blocks", "what the pattern can't reach is not computed")
 
 
+_asked: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("asked", default=None)
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[list[Choice]]:
     """Within it, `fastest` computes nothing: it adds what it would choose to the list."""
-    global _recorded
-    _recorded, before = [], _recorded
+    choices: list[Choice] = []
+    before = _asked.set(choices)
     try:
-        yield _recorded
+        yield choices
     finally:
-        _recorded = before
-
-
-_recorded: list[Choice] | None = None
+        _asked.reset(before)

@@ -127,5 +127,5 @@ def _alibi(slopes: Tensor, offset: Tensor | None) -> Callable[[Tensor, Tensor, T
 
 @functools.lru_cache(maxsize=64)
 def _slopes(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         return torch.tensor(Alibi(heads).slopes(), dtype=torch.promote_types(dtype, torch.float32), device=device)

@@ -33,7 +33,7 @@ def fused(q: Queries, k: Keys, v: Values, scope: Scope) -> Heads:
         return _in_parts(q, k, v, scope)
     if scope.score is not None:
         return dense(q, k, v, scope)
-    dtype, shared = q.dtype, q.shape[1] > k.shape[1]
+    dtype, shared = q.dtype, bool(q.shape[1] > k.shape[1])
     few = q.shape[2] < k.shape[2] and not torch.compiler.is_exporting() and q.shape[2] <= FEW
     if q.device.type == "cpu" and dtype.itemsize == 2 and not (few and not torch.is_grad_enabled()):
         q, k, v = q.float(), k.float(), v.float()  # torch sums gradients in half precision there, and is no faster
@@ -55,13 +55,19 @@ def _mask(q: Queries, k: Keys, scope: Scope) -> tuple[Tensor | None, Tensor | No
 
     Backends differ over rows that see nothing: those see all here, and what they get is dropped.
     """
-    sizes = (q.shape[1] if scope.pattern.per_head else 1, q.shape[2], k.shape[2])
-    own = scope.gaps or scope.marked is not None or scope.query.salt is not None or not scope.pattern_alone
-    if not own and math.prod(sizes) <= REMEMBERED and q.shape[2] > 1 and applies(q, k):
-        return _remembered(scope.pattern, *sizes, q.dtype, q.device)
+    if q.shape[2] > 1 and remembers(q, k, scope) and applies(q, k):
+        heads = q.shape[1] if scope.pattern.per_head else 1
+        return _remembered(scope.pattern, heads, q.shape[2], k.shape[2], q.dtype, q.device)
     visible = scope.visible()
     seen = visible.any(-1, keepdim=True)
     return (visible | ~seen).expand(-1, -1, q.shape[2], -1), seen
+
+
+def remembers(q: Queries, k: Keys, scope: Scope) -> bool:
+    """Whether the mask of a call is small, and follows from the pattern alone."""
+    heads = q.shape[1] if scope.pattern.per_head else 1
+    own = scope.gaps or scope.marked is not None or scope.query.salt is not None or not scope.pattern_alone
+    return not own and heads * q.shape[2] * k.shape[2] <= REMEMBERED
 
 
 @functools.lru_cache(maxsize=8)
@@ -69,8 +75,8 @@ def _remembered(
     pattern: Pattern, heads: int, queries: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """The mask of a pattern as torch's kernels want it, added to the scores; none where it shows everything."""
-    with torch.inference_mode(False):
-        visible = pattern.visible(queries, keys, heads)[None].to(device)
+    with torch.inference_mode(False), torch.no_grad(), torch.device(device):
+        visible = pattern.visible(queries, keys, heads)[None]
         seen = visible.any(-1, keepdim=True)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(seen & ~visible, -math.inf)
         return None if visible.all() else mask, None if seen.all() else seen

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.formulas import parse
+from attnzoo.formulas import meaning
 from attnzoo.kernels.plan import plan
 from attnzoo.kernels.products import Call, attend, gradients
 from attnzoo.scope import Scope, places
@@ -59,7 +59,7 @@ def _call(
     key_mask, mask, documents, marked = masks
     query, key = places(q.shape[1], q.shape[2], k.shape[2], q.device, marked, salt)
     score = Alibi(q.shape[1]) if alibi else None
-    scope = Scope(parse(formula), query, key, key_mask, mask, documents, marked, score, dropout)
+    scope = Scope(meaning(formula), query, key, key_mask, mask, documents, marked, score, dropout)
     return Call(plan(scope, q.shape[1], k.shape[1], block, q.device), scope, 0 if seed is None else int(seed))
 
 

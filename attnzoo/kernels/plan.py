@@ -43,14 +43,15 @@ def plan(scope: Scope, heads: int, groups: int, block: int, device: torch.device
     lengths = (scope.query_length, scope.key_length)
     if scope.documents is None and scope.marked is None and scope.query.salt is None:
         return _remembered(scope.pattern, lengths, heads, groups, block, device)
-    return _Planner(scope.pattern, lengths, heads, groups, block, device, scope).plan()
+    with torch.device("cpu"):  # whatever the default device is
+        return _Planner(scope.pattern, lengths, heads, groups, block, device, scope).plan()
 
 
 @functools.lru_cache(maxsize=64)
 def _remembered(
     pattern: Pattern, lengths: tuple[int, int], heads: int, groups: int, block: int, device: torch.device
 ) -> Plan:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         return _Planner(pattern, lengths, heads, groups, block, device).plan()
 
 

@@ -66,7 +66,9 @@ def gradients(
             part.put(some_q, _over_keys(part, narrow, weights.keys).mul_(scale))
             some.add(part, some_k, narrow, weights.queries)
     of_k, of_v = of_k.mul_(scale).to(k.dtype)[:, :, :keys], of_v.to(v.dtype)[:, :, :keys]
-    return [of_q[:, :, :queries], of_k, of_v, *of_parameters]
+    given = zip(parameters, of_parameters, strict=True)
+    learned = (torch.zeros_like(parameter) if of_it is None else of_it for parameter, of_it in given)
+    return [of_q[:, :, :queries], of_k, of_v, *learned]
 
 
 def _cut(plan: Plan, queries: Tensor, *keys: Tensor) -> list[Tensor]:
@@ -116,8 +118,7 @@ class _Sequences:
         self.scope, self.seed, self.held, self.wide = scope, seed, held, _wide(q)
         self.views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self.scale = q.shape[-1] ** -0.5
-        # On a CPU products of float16 are slow.
-        dtype = q.dtype if q.dtype == torch.bfloat16 or q.device.type != "cpu" else self.wide
+        dtype = q.dtype if q.dtype == torch.bfloat16 else self.wide  # float16 would overflow in gradients
         self.q, self.k, self.v = q.to(dtype), k.to(dtype), v.to(dtype)
 
     def memory(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -165,7 +166,9 @@ class _Sequences:
             traced = parameters is not None and not getattr(self.scope.score, "by_place", False)
             with torch.set_grad_enabled(traced):
                 raw = by_head.detach().requires_grad_(traced)
-                shaped = self.scope.score(raw, *part.places(scores.device))
+                last = self.scope.key_length - 1  # no place is beyond it where the last ones are filled up
+                places = (self.scope.place(p.index.clamp(max=last), p.head) for p in part.places(scores.device))
+                shaped = self.scope.score(raw.clone() if traced else raw, *places)  # it may write to what it gets
             by_head = shaped.detach().to(self.wide, copy=True)
             raw, shaped = (raw, shaped) if traced else (None, None)
         lowest = torch.finfo(self.wide).min

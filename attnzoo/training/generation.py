@@ -93,7 +93,7 @@ class LanguageModelRun:
         Raises:
             OptionError: a value is impossible, or the model has no positions for that many tokens.
         """
-        whole("tokens", tokens)
+        whole("tokens", tokens, most=2**20)
         if "" in stop:
             raise OptionError("stop must not be empty: leave it out to write as many tokens as asked for")
         prompts = [prompt or "\n" for prompt in prompts]

@@ -327,7 +327,7 @@ CHANGES = [
     ),
     _change(
         "another pattern in a graph", LOCAL,
-        "kernels.operator:_call", "parse(formula)", "parse('Full()')",
+        "kernels.operator:_call", "meaning(formula)", "meaning('Full()')",
         caught=("compiles",),
     ),
     _change(
