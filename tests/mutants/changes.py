@@ -222,7 +222,12 @@ CHANGES = [
         caught=("output_is_what_the_pattern_says",),
     ),
     _change(
-        "documents forgotten", GQA,
+        "documents forgotten in runs of keys", GQA,
+        "kernels.parts:Rows._masks", "if scope.documents is not None:", "if False:",
+        caught=("masks_combine",),
+    ),
+    _change(
+        "documents forgotten", VANILLA,
         "scope:Scope._less", "self.documents[:, query.index] ==", "self.documents[:, key.index] ==",
         caught=("masks_combine",),
     ),
@@ -583,7 +588,7 @@ CHANGES = [
     ),
     _change(
         "blocks alone in a graph", LOCAL,
-        "kernels.blocks:applies", "not torch.compiler.is_compiling() and ", "",
+        "kernels.blocks:applies", "torch.compiler.is_compiling() or ", "",
         caught=("compiles",),
     ),
     _change(
