@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint wheel docs mutants conformance performance
+.PHONY: train test lint wheel docs faults mutants conformance performance
 
 train: .venv/installed
 	$(BIN)/attnzoo train recipes/bigbird.yaml
@@ -18,6 +18,9 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+faults: .venv/installed
+	$(BIN)/pytest tests/test_resume.py -m study
 
 docs: .venv/installed
 	$(BIN)/python docs/write.py

@@ -35,3 +35,7 @@ class RecipeError(AttnzooError, ValueError):
 
 class NotSupportedError(AttnzooError):
     """A call asks a variant for what it declares to do without."""
+
+
+class TrainingError(AttnzooError):
+    """A training that was rightly asked for can't go on: it diverged, the disk is full, a process died."""

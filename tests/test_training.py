@@ -142,29 +142,39 @@ def test_building_an_experiment_draws_nothing_from_the_global_generator(tiny):
 
 
 def test_processes_together_read_what_one_reads():
-    alone = list(Shuffled(50, 8, seed=3))
-    shares = [list(Shuffled(50, 8, seed=3, rank=rank, ranks=2)) for rank in (0, 1)]
+    alone = list(Shuffled(50, 8, steps=6, seed=3))
+    shares = [Shuffled(50, 8, steps=6, seed=3, rank=rank, ranks=2) for rank in (0, 1)]
     assert len(alone) == 48 == len(set(alone))
-    assert [len(share) for share in shares] == [24, 24] == [len(Shuffled(50, 8, seed=3, ranks=2))] * 2
+    assert [len(list(share)) for share in shares] == [24, 24] == [len(share) for share in shares]
     for batch in range(6):
-        dealt = [share[4 * batch : 4 * batch + 4] for share in shares]
+        dealt = [list(share)[4 * batch : 4 * batch + 4] for share in shares]
         assert dealt[0] + dealt[1] == alone[8 * batch : 8 * batch + 8]
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
-    def order(seed, epoch):
-        sampler = Shuffled(40, 8, seed=seed)
-        sampler.set_epoch(epoch)
+    def epochs(seed):
         torch.rand(3)  # the state of torch's generator plays no part
-        return list(sampler)
+        order = list(Shuffled(40, 8, steps=10, seed=seed))
+        assert sorted(order[:40]) == sorted(order[40:]) == list(range(40))
+        return tuple(order[:40]), tuple(order[40:])
 
-    assert order(0, 0) == order(0, 0)
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    assert epochs(0) == epochs(0)
+    assert len({*epochs(0), *epochs(1)}) == 4
 
 
 def test_an_epoch_ends_with_a_whole_optimizer_step():
-    assert len(Shuffled(100, 8, accumulate=5)) == 80
-    assert len(Shuffled(100, 8, accumulate=1)) == 96
+    assert Shuffled(100, 8, steps=1, accumulate=5).batches_per_epoch == 10
+    order = list(Shuffled(100, 8, steps=4, accumulate=5))
+    assert len(set(order[:80])) == 80 == len(set(order[80:])) < len(set(order))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("after", [1, 3, 4, 9])
+def test_what_is_done_is_not_dealt_out_again(after, accumulate):
+    settings = {"steps": 10, "accumulate": accumulate, "seed": 5, "rank": 1, "ranks": 2}
+    whole, rest = (Shuffled(50, 4, after=done, **settings) for done in (0, after))
+    assert list(rest) == list(whole)[after * accumulate * 2 :]
+    assert len(rest) == len(whole)
 
 
 # What a run leaves behind
@@ -176,7 +186,8 @@ def test_a_run_folder_holds_the_recipe_the_metrics_the_summary_the_curves_and_ch
     folder = tmp_path / "runs" / "tiny" / "1"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {
-        "recipe.yaml", "metrics.csv", "summary.json", "curves.png", "checkpoints/last.ckpt", "checkpoints/best.ckpt",
+        ".lock", "recipe.yaml", "metrics.csv", "summary.json", "curves.png", "checkpoints/last.ckpt",
+        "checkpoints/best.ckpt", "checkpoints/step-6.ckpt", "checkpoints/step-6.ckpt.sha256",
     }  # fmt: skip
     assert load(folder / "recipe.yaml") == recipe
     assert json.loads((folder / "summary.json").read_text()) == summary

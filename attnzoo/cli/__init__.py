@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import attnzoo
-from attnzoo.cli import bench, check, generate, list, new, recipes, show, train, validate
-from attnzoo.errors import AttnzooError
+from attnzoo.cli import bench, check, evaluate, export, generate, list, new, recipes, show, train, validate
+from attnzoo.errors import AttnzooError, TrainingError
 
 UsageError: Any = typer.BadParameter.__base__  # what typer raises for any wrong use, and does not export
 
@@ -23,7 +23,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help, in a quarter of the time
 )
 VERBS = (
-    train.train, generate.generate, list.list_, show.show, check.check, bench.bench, validate.validate, new.new,
+    train.train, evaluate.evaluate, generate.generate, export.export, list.list_, show.show, check.check, bench.bench,
+    validate.validate, new.new,
 )  # fmt: skip
 for verb in VERBS:
     app.command(name=verb.__name__.rstrip("_"), no_args_is_help=verb not in (list.list_, bench.bench))(verb)
@@ -68,6 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("attnzoo: interrupted", file=sys.stderr)
             return 130
+        except TrainingError as error:
+            return failed(str(error), 1, debug)
         except AttnzooError as error:
             return failed(str(error), 2, debug)
         except Exception as error:

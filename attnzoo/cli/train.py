@@ -1,39 +1,61 @@
-"""`attnzoo train`: from a recipe to a run folder."""
+"""`attnzoo train`: from a recipe to a run folder, or on from where a run stopped."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnzoo.cli.screen import Json, write_json, write_table
 
+if TYPE_CHECKING:
+    from attnzoo.training.recipe import Recipe
+
 
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")],
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A file, or the name of a shipped recipe.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="SECTION.KEY=VALUE", help="Other values, as in train.max_steps=400."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run that stopped, as in runs/bigbird/1.")
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SECTION.KEY", help="With --resume: train.max_steps may be another than before."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Build everything, train and write nothing.")] = False,
     runs: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     json: Json = False,
 ) -> None:
     """Train what a recipe describes, and test it."""
-    from attnzoo.training.recipe import load
+    words = [word for word in (recipe, *(overrides or ())) if word is not None]
+    bar = sys.stderr.isatty() and not json
+    if resume is not None:
+        if words and "=" not in words[0]:
+            raise typer.BadParameter(f"--resume goes on with the recipe of the run; leave out {words[0]}")
+        if dry_run:
+            raise typer.BadParameter("--dry-run and --resume exclude each other")
+        from attnzoo.training.train import resume as go_on
 
-    loaded = load(recipe, overrides or ())
-    if dry_run:
-        from attnzoo.training import experiment, machine
-
-        built = experiment.build(loaded.sections)
-        here = machine.choose(built.settings)
-        built.rehearse()
-        summary = {**experiment.about(loaded, built, here), "status": "dry run"}
+        summary = go_on(resume, words, allow=allow_change or (), bar=bar)
+    elif recipe is None:
+        raise typer.BadParameter("name a RECIPE, or a run to go on with by --resume RUN")
+    elif allow_change:
+        raise typer.BadParameter("--allow-change belongs to --resume")
     else:
-        from attnzoo.training.train import train as run
+        from attnzoo.training.recipe import load
 
-        summary = run(loaded, runs=runs, bar=sys.stderr.isatty() and not json)
+        loaded = load(recipe, overrides or ())
+        if dry_run:
+            summary = rehearse(loaded)
+        else:
+            from attnzoo.training.train import train as run
+
+            summary = run(loaded, runs=runs, bar=bar)
     if json and summary:
         write_json(summary)
     elif summary:
@@ -43,6 +65,16 @@ def train(
     if summary.get("status") == "diverged":
         print(f"attnzoo: {summary['message']}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def rehearse(recipe: "Recipe") -> dict[str, Any]:
+    """What a training would be; nothing is trained or written."""
+    from attnzoo.training import experiment, machine
+
+    built = experiment.build(recipe.sections)
+    here = machine.choose(built.settings)
+    built.rehearse()
+    return {**experiment.about(recipe, built, here), "status": "dry run"}
 
 
 def rows(summary: dict[str, Any]) -> dict[str, str]:

@@ -42,6 +42,10 @@ class Task(ABC):
         """What a checkpoint keeps, in plain types, so that the model can be used without the data."""
         return {}
 
+    def shape(self) -> dict[str, Any]:
+        """What a model takes from its task, as arguments."""
+        return {name: getattr(self, name) for name in ("vocabulary", "length", "classes", "causal", "pooling")}
+
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """The mean cross-entropy over the targets that count, in nats and at least float32; 0 where none counts."""
         target = batch["target"].flatten()

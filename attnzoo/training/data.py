@@ -1,10 +1,12 @@
-"""Batches in an order that depends on the seed and the epoch alone, whatever the number of processes."""
+"""Batches in an order that the seed and their number decide, whatever the number of processes and where they begin."""
 
+import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from attnzoo.tasks.task import Split, Task
@@ -12,41 +14,57 @@ from attnzoo.training.settings import TrainSettings
 
 
 class Shuffled(Sampler[int]):
-    """This process's share of every batch of an epoch, in one order for all processes.
+    """This process's share of every batch of a training, epoch after epoch, in one order for all processes.
 
     A batch is cut into as many equal slices as there are processes, so that together they train on what one would. The
-    sequences left over after the last whole optimizer step wait for another epoch's order.
+    sequences left over after the last whole optimizer step of an epoch wait for another epoch's order.
 
     Args:
         size: items in the split.
+        steps: optimizer steps of the training; more than an epoch has begin another.
+        after: the steps that are done. They count in the length, as Lightning counts them, and are not dealt out again.
         accumulate: batches in one optimizer step.
         rank: this process, of as many as `ranks`.
     """
 
     def __init__(
-        self, size: int, batch_size: int, *, accumulate: int = 1, seed: int = 0, rank: int = 0, ranks: int = 1
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        steps: int,
+        after: int = 0,
+        accumulate: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self.size = size
         self.batch_size = batch_size
-        self.batches = size // (batch_size * accumulate) * accumulate
+        self.first = after * accumulate
+        self.batches = steps * accumulate
+        self.batches_per_epoch = size // (batch_size * accumulate) * accumulate
         self.seed = seed
         self.rank = rank
         self.ranks = ranks
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return self.batches * self.batch_size // self.ranks
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(self.size, generator=generator)
-        mine = self.batch_size // self.ranks
-        for first in range(self.rank * mine, self.batches * self.batch_size, self.batch_size):
-            yield from order[first : first + mine].tolist()
+        share = self.batch_size // self.ranks
+        order = None
+        for batch in range(self.first, self.batches):
+            epoch, place = divmod(batch, self.batches_per_epoch)
+            if order is None or place == 0:
+                order = self.order(epoch)
+            first = place * self.batch_size + self.rank * share
+            yield from order[first : first + share].tolist()
+
+    def order(self, epoch: int) -> Tensor:
+        """All items in the order of one epoch."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(self.size, generator=generator)
 
 
 class Batches(pl.LightningDataModule):
@@ -64,9 +82,12 @@ class Batches(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         items: Any = self.task.split("train")
         rank, ranks = self._place
+        assert self.trainer is not None
         order = Shuffled(
             len(items),
             self.settings.batch_size,
+            steps=self.settings.max_steps,
+            after=self.trainer.global_step,
             accumulate=self.settings.accumulate,
             seed=self.settings.seed,
             rank=rank,
@@ -96,5 +117,14 @@ class Batches(pl.LightningDataModule):
             items,
             batch_size=self.settings.batch_size // self._place[1],
             sampler=order,
+            num_workers=self.settings.workers,
+            persistent_workers=self.settings.workers > 0,
+            worker_init_fn=heed_training_alone,
             generator=torch.Generator(),  # its own, to leave alone torch's, on which dropout depends
         )
+
+
+def heed_training_alone(worker: int) -> None:
+    """Lets a process that loads data live through a Ctrl-C, which reaches it too, until its training is done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -71,15 +71,7 @@ def build(sections: Mapping[str, Mapping[str, Any]]) -> Experiment:
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        model = Transformer(
-            vocabulary=task.vocabulary,
-            length=task.length,
-            classes=task.classes,
-            causal=task.causal,
-            pooling=task.pooling,
-            attention=sections["attention"],
-            **sections["model"],
-        )
+        model = Transformer(**task.shape(), attention=sections["attention"], **sections["model"])
     return Experiment(task, model, settings)
 
 
@@ -94,6 +86,7 @@ def about(recipe: "Recipe", experiment: Experiment, machine: Machine) -> dict[st
         "density": experiment.density,
         "parameters": experiment.parameters,
         "seed": settings.seed,
+        "max_steps": settings.max_steps,
         "precision": {"requested": settings.precision, "effective": machine.precision},
         "accelerator": machine.accelerator,
         "devices": machine.devices * settings.num_nodes,

@@ -1,6 +1,7 @@
 """What Lightning trains: a recipe's model with its loss, metrics, optimizer and schedule."""
 
 import math
+import random
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,15 +9,16 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
-from attnzoo.errors import AttnzooError
+from attnzoo.errors import TrainingError
 from attnzoo.training import experiment
 from attnzoo.training.settings import TrainSettings
 
 
-class DivergedError(AttnzooError):
-    """A loss is not finite."""
+class DivergedError(TrainingError):
+    """A loss or a gradient is not finite."""
 
 
 class TrainingModule(pl.LightningModule):
@@ -41,12 +43,39 @@ class TrainingModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.experiment.task.facts()
+        checkpoint["shape"] = self.experiment.task.shape()
+
+    def on_train_start(self) -> None:
+        """Sets the rate of the first step, which is another one than was saved where a training is made longer."""
+        optimizer, settings = self.trainer.optimizers[0], self.experiment.settings
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * lr_factor(self.trainer.global_step, settings)
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Makes dropout and what else is drawn depend on the seed, the batch and the process, not on what came before.
+
+        All batches of a training have numbers of their own, whatever the epoch.
+        """
+        draw = random.Random(f"{self.experiment.settings.seed} {batch_idx} {self.global_rank}")
+        torch.manual_seed(draw.getrandbits(63))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         loss, _ = self._loss(batch)
         mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item()
         self._stop_unless_finite(mean, f"the training loss is {mean} at step {self.trainer.global_step + 1}")
         return {"loss": loss, "mean": mean}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Stops before a gradient that is not finite reaches the weights; fp16's loss scaler skips those itself."""
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            return
+        norm = nn.utils.get_total_norm(
+            [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        )
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self._stop_unless_finite(
+            norm.item(), f"the norm of the gradients is {norm.item()} at step {self.trainer.global_step + 1}"
+        )
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._score(self.valid_scores, batch)
@@ -82,8 +111,8 @@ class TrainingModule(pl.LightningModule):
         self._stop_unless_finite(loss, f"the {split} loss is {loss} after step {step}")
         self.log_dict({f"{split}_{name}": value for name, value in values.items()})
 
-    def _stop_unless_finite(self, loss: float, what: str) -> None:
-        if not math.isfinite(loss):
+    def _stop_unless_finite(self, value: float, what: str) -> None:
+        if not math.isfinite(value):
             raise DivergedError(f"{what}: try a lower train.lr, more train.warmup_steps or a smaller train.clip")
 
 

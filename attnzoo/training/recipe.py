@@ -114,6 +114,5 @@ def _build(plain: Plain, checker: Checker) -> None:
     # What can't be built without memory shows what it thinks of its options in training.
     with contextlib.suppress(RuntimeError), checker.reporting("attention", "model"), torch.device("meta"):
         registry.build(**attention, d_model=model["d_model"], causal=task.causal, positions=positions)
-        given = {key: getattr(task, key) for key in ("vocabulary", "length", "classes", "causal", "pooling")}
         with checker.reporting("model"):
-            factory("model")(**given, attention=attention, **{**model, "layers": min(model["layers"], 1)})
+            factory("model")(**task.shape(), attention=attention, **{**model, "layers": min(model["layers"], 1)})

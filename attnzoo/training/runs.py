@@ -1,17 +1,19 @@
-"""The folder of one run: what is in it, and how it gets its number."""
+"""The folder of one run: what is in it, how it gets its number, and who may write there."""
 
+import contextlib
 import csv
 import dataclasses
+import fcntl
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from attnzoo.errors import RecipeError
+from attnzoo.training import checkpoints, durable
+from attnzoo.training.checkpoints import DamagedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,31 +74,85 @@ class RunFolder:
 
     @property
     def last(self) -> Path:
+        """A name for the newest checkpoint."""
         return self.path / "checkpoints" / "last.ckpt"
 
     @property
     def best(self) -> Path:
+        """A name for the checkpoint of the lowest validation loss."""
         return self.path / "checkpoints" / "best.ckpt"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of one optimizer step."""
+        return self.path / "checkpoints" / f"step-{step}.ckpt"
+
+    def checkpointed(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        names = (file.stem.removeprefix("step-") for file in self.last.parent.glob("step-*.ckpt"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """The last step whose checkpoint is good, and what it holds; warns of those that are not."""
+        if self.last.is_symlink() and not self.last.exists():
+            warnings.warn(f"{self.last} leads to {self.last.readlink()}, which is missing", stacklevel=2)
+        for step in reversed(self.checkpointed()):
+            with warned():
+                return step, checkpoints.load(self.checkpoint(step))
+        return None
 
     def load_checkpoint(self) -> dict[str, Any]:
         """The checkpoint of the lowest validation loss, or else the last: tensors on the CPU, and plain values.
 
+        Warns of one that is there and can't be used.
+
         Raises:
-            RecipeError: there is none, or it can't be read.
+            RecipeError: there is none, or none can be read.
         """
-        file = next((file for file in (self.best, self.last) if file.is_file()), None)
-        if file is None:
+        there = [file for file in (self.best, self.last) if file.is_symlink() or file.exists()]
+        if not there:
             raise RecipeError(f"{self.path} has no checkpoint yet: the first one is saved at step train.valid_every")
+        for file in there[:-1]:
+            with warned():
+                return checkpoints.load(file)
+        return checkpoints.load(there[-1])
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other processes from training in this folder until this one is done, or dead.
+
+        Raises:
+            RecipeError: another one does, or nothing can be written here.
+        """
         try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file fails in many ways
-            raise RecipeError(f"{file} can't be read as a checkpoint: {type(error).__name__}") from error
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise RecipeError(f"can't write in {self.path}: {error.strerror}") from error
+        with file:
+            try:
+                # Not flock: what a data-loader worker inherits would outlive this process for a while.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RecipeError(f"another process trains in {self.path}: wait until it is done, or stop it") from None
+            yield
+
+    def write_recipe(self, text: str) -> None:
+        durable.write(self.recipe, text.encode())
+
+    def read_command(self) -> str:
+        """The command that made the run, which stands above its recipe."""
+        return self.recipe.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Replaces the summary whole, so that a reader never sees half of one."""
-        beside = self.summary.with_suffix(".part")
-        beside.write_text(json.dumps(finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(beside, self.summary)
+        durable.write(self.summary, f"{json.dumps(finite(summary), indent=2, allow_nan=False)}\n".encode())
+
+    def read_summary(self) -> dict[str, Any]:
+        """The summary; empty where there is none yet."""
+        try:
+            return json.loads(self.summary.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise RecipeError(f"{self.summary} can't be read as JSON: {error}") from error
 
     def read_metrics(self) -> dict[str, list[float]]:
         """The columns of metrics.csv; NaN where a step has no value."""
@@ -106,21 +162,13 @@ class RunFolder:
         return {name: [float(row[name] or math.nan) for row in rows] for name in names}
 
 
-class MetricsFile:
-    """metrics.csv: a row for each optimizer step."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.file = path.open("w", newline="", encoding="utf-8")
-        self.writer = csv.DictWriter(self.file, columns)
-        self.writer.writeheader()
-
-    def add(self, row: Mapping[str, float]) -> None:
-        self.writer.writerow({name: format(value, ".6g") for name, value in row.items()})
-        if any(name.startswith("valid_") for name in row):
-            self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+@contextlib.contextmanager
+def warned() -> Iterator[None]:
+    """Makes a damaged checkpoint a warning."""
+    try:
+        yield
+    except DamagedError as error:
+        warnings.warn(str(error), stacklevel=4)
 
 
 def finite(value: Any) -> Any:

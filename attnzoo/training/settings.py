@@ -19,6 +19,8 @@ LEAST = {
     "num_nodes": 1,
     "seed": 0,
     "valid_every": 1,
+    "keep_best": 1,
+    "workers": 0,
 }
 """The smallest value of each whole number."""
 LARGEST = 1e30
@@ -40,6 +42,9 @@ class TrainSettings:
         devices: GPUs, or processes on a CPU; "auto" takes every GPU, or one process.
         strategy: how several devices share the work; "fsdp" also shards the parameters.
         valid_every: optimizer steps from one validation to the next; the last step is always validated.
+        checkpoint_every: optimizer steps from one checkpoint to the next; null: as many as `valid_every`.
+        keep_best: checkpoints of the lowest validation losses to keep, besides the newest.
+        workers: processes that load data beside each training process.
     Raises:
         OptionError: a value is impossible; one message names all of them.
     """
@@ -58,6 +63,9 @@ class TrainSettings:
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     seed: int = 0
     valid_every: int = 50
+    checkpoint_every: int | None = None
+    keep_best: int = 1
+    workers: int = 0
 
     def __post_init__(self) -> None:
         problems = [str(problem) for problem in self._problems()]
@@ -71,6 +79,8 @@ class TrainSettings:
         checks += [(choice, name, typing.get_args(kinds[name])) for name in ("precision", "accelerator", "strategy")]
         if self.clip is not None:
             checks.append((_number, "clip", False))
+        if self.checkpoint_every is not None:
+            checks.append((whole, "checkpoint_every", 1))
         if self.devices != "auto":
             checks.append((whole, "devices", 1))
         for check, name, limit in checks:

@@ -1,0 +1,1 @@
+"""Trainings killed at any moment, and what has to be the same afterwards."""
