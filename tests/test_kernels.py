@@ -418,6 +418,8 @@ def test_a_mask_that_is_changed_before_backward_is_noticed(fact):
     ("pattern", "length", "facts", "kernel"),
     [
         (Causal(), 4096, {}, "fused"),
+        (Causal(), 32, {"dropout": 0.1}, "fused"),
+        (Causal(), 1024, {"dropout": 0.1}, "blocks"),
         (Causal(), 32, {"score": Alibi(HEADS)}, "dense"),
         (Causal(), 1024, {"score": Alibi(HEADS)}, "blocks"),
         (Causal(), 1024, {"documents": torch.arange(1024)[None] // 300}, "blocks"),

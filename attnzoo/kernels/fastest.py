@@ -59,7 +59,9 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scope: Scope, block: int = 64) -> Ch
     if q.numel() == 0 or keys == 0:
         return Choice("dense", "there is nothing to compute")
     plain = scope.pattern in (Full(), Causal()) and (scope.documents is None or queries == 1)
-    if plain and scope.score is None:
+    few = batch * heads * queries * keys <= FEW
+    drops = scope.dropout > 0 and q.device.type == "cpu"  # for which torch's kernel for CPUs writes all weights out
+    if plain and scope.score is None and (few or not drops or not applies(q, k)):
         return Choice("fused", "the pattern is one that torch's fused attention knows")
     if queries == 1 or scope.gaps:
         reason = "one query, or keys that a cache has kept: all of them in one product"
@@ -70,11 +72,10 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scope: Scope, block: int = 64) -> Ch
         return Choice("dense", "here only plain operations work, as in exported programs and under torch.func")
     if serves(q.device.type, q.dtype, (heads, queries, keys), (q.shape[3], v.shape[3]), scope) and compiles(q.device):
         return Choice("flex", "on a GPU FlexAttention skips what the pattern can't reach")
-    if plain and scope.score is not None:
-        few = batch * heads * queries * keys <= FEW
-        return (
-            Choice("dense", "few scores with a term") if few else Choice("blocks", "many scores with a term, in parts")
-        )
+    if plain and few:
+        return Choice("dense", "few scores with a term")
+    if plain:
+        return Choice("blocks", "many scores with a term or dropout: in parts they take no memory")
     if scope.score is None and not scope.dropout and block >= LEAST_BLOCK and remembers(q, k, scope):
         share = plan(scope, heads, k.shape[1], block, q.device).pairs / (heads * queries * keys)
         if share >= DENSE:

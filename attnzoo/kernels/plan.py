@@ -17,6 +17,7 @@ from attnzoo.scope import Scope
 from attnzoo.shapes import Place, Span
 
 PART = 5 * 2**16  # scores computed at once: 1.25 MiB in float32, about what a core's own cache holds
+GATHERED = 2**18  # the same for gathered blocks, whose keys take room there too
 PART_ON_GPU = 2**26
 TABLE = 2**22  # entries of a block table made at once
 MASKS = 2**22  # bytes of masks that a plan may hold; where there are more, the pattern is asked at each call
@@ -93,8 +94,9 @@ class _Planner:
                     own = heads if table_heads > 1 else slice(0, 1)
                     blocks = np.flatnonzero(touched[own.start, tile])
                     self._place(heads, start + tile, blocks, partial[own, tile][:, blocks])
+        most = GATHERED if self.device.type == "cpu" else PART_ON_GPU
         for width, items in sorted(self.loose.items()):
-            step = _even(len(items), self.part // (self.size[0] * width * self.size[1]))
+            step = _even(len(items), min(self.part, most) // (self.size[0] * width * self.size[1]))
             self.parts += (self._gathered(items[i : i + step]) for i in range(0, len(items), step))
         pairs = sum(math.prod(part.shape) for part in self.parts)
         return Plan(tuple(self.parts), self.size, self.part, pairs, self.complete, bool(self.loose))

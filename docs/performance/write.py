@@ -14,6 +14,7 @@ from figures import BUDGET, MEASUREMENTS, Figure, Measurement, Result
 
 ROOT = Path(__file__).parents[2]
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
+MEASURED = Path(__file__).with_name("measured.json")
 BEGIN, END = "<!-- written by `make performance` -->\n", "<!-- up to here -->\n"
 TOP = """# Speed and memory
 
@@ -61,7 +62,7 @@ def value(figure: Figure, result: Result) -> tuple[str, str, str]:
     if found is None:
         return "not measured", goal, ""
     met = found <= figure.goal if figure.at_most else found >= figure.goal
-    return f"{found:.3g} {figure.unit}", goal, "yes" if met else "**no**"
+    return f"{found:.3g} {figure.unit}", goal, "yes" if met else "no" if figure.stretch else "**no**"
 
 
 def cell(name: str, number: object) -> str:
@@ -91,7 +92,13 @@ def page(results: list[tuple[Measurement, Result]]) -> str:
     lines += ["| | measured | goal | met |", "|---|---|---|---|"]
     for measurement, result in results:
         lines += [f"| {one.what} | {' | '.join(value(one, result))} |" for one in measurement.figures]
-    lines.append("")
+    missed = [
+        f"- {one.what}: {value(one, result)[0]}. {one.why}"
+        for measurement, result in results
+        for one in measurement.figures
+        if "no" in value(one, result)[2]
+    ]
+    lines += ["", "## What is not met, and why", "", *(missed or ["Nothing."]), ""]
     for measurement, result in results:
         lines += section(measurement, result)
     return "\n".join(lines).rstrip() + "\n"
@@ -117,15 +124,16 @@ def replaced(text: str, written: str) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="only measurements whose title holds this; prints the page")
+    parser.add_argument("--only", default="", help="measures only what has this in its title, and keeps the others")
+    parser.add_argument("--again", action="store_true", help="measures nothing: writes the pages from measured.json")
     given = parser.parse_args()
-    results, start = [], time.monotonic()
+    kept = json.loads(MEASURED.read_text()) if MEASURED.exists() and (given.only or given.again) else {}
+    start = time.monotonic()
     for measurement in MEASUREMENTS:
-        if given.only.lower() in measurement.title.lower():
+        if not given.again and given.only.lower() in measurement.title.lower():
             print(f"{time.monotonic() - start:4.0f} s  {measurement.title}", file=sys.stderr)
-            results.append((measurement, run(measurement.command)))
-    if given.only:
-        print(page(results))
-    else:
-        PAGE.write_text(page(results))
-        README.write_text(replaced(README.read_text(), table(results)))
+            kept[measurement.title] = run(measurement.command)
+    MEASURED.write_text(json.dumps(kept, indent=1) + "\n")
+    results = [(measurement, kept[measurement.title]) for measurement in MEASUREMENTS if measurement.title in kept]
+    PAGE.write_text(page(results))
+    README.write_text(replaced(README.read_text(), table(results)))
