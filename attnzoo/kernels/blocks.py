@@ -22,11 +22,12 @@ def blocks(q: Queries, k: Keys, v: Values, scope: Scope, block: int = 64) -> Hea
     """Attention over the blocks of keys that the pattern touches.
 
     A plan, remembered for a pattern and a length, cuts the call into parts: some queries with all the keys that they
-    may look at. There are first derivatives only. Where `applies` says no, all scores are computed.
+    may look at. There are first derivatives only. Where `applies` says no, and over the keys that a window's cache has
+    kept, all scores are computed.
 
     Cost: O(p d) time for p pairs in the touched blocks; O((q + k) h d) memory, and a fixed amount for the part.
     """
-    if not applies(q, k) or _learns_elsewhere(scope):
+    if scope.gaps or not applies(q, k) or _learns_elsewhere(scope):
         return dense(q, k, v, scope)
     parameters: list[Tensor] = list(scope.score.parameters()) if isinstance(scope.score, torch.nn.Module) else []
     made = plan(scope, q.shape[1], k.shape[1], block, q.device)
