@@ -83,7 +83,7 @@ def _with_parameters(scope: Scope, parameters: Sequence[Tensor]) -> Scope:
 
 def _learns_elsewhere(scope: Scope) -> bool:
     """Whether gradients go through the score to other tensors than its parameters, which only `dense` gives them."""
-    if scope.score is None or scope.score.by_place or not torch.is_grad_enabled():
+    if scope.score is None or getattr(scope.score, "by_place", False) or not torch.is_grad_enabled():
         return False
     parameters = scope.score.parameters() if isinstance(scope.score, torch.nn.Module) else ()
     score = _with_parameters(scope, [parameter.detach() for parameter in parameters]).score

@@ -59,9 +59,9 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scope: Scope, block: int = 64) -> Ch
     if q.numel() == 0 or keys == 0:
         return Choice("dense", "there is nothing to compute")
     plain = scope.pattern in (Full(), Causal()) and (scope.documents is None or queries == 1)
-    few = batch * heads * queries * keys <= FEW
-    drops = scope.dropout > 0 and q.device.type == "cpu"  # for which torch's kernel for CPUs writes all weights out
-    if plain and scope.score is None and (few or not drops or not applies(q, k)):
+    scores = batch * heads * queries * keys  # compared only outside graphs, which it would bind to some lengths
+    drops = scope.dropout > 0 and q.device.type == "cpu" and applies(q, k)  # torch's kernel for CPUs can't
+    if plain and scope.score is None and not (drops and scores > FEW):
         return Choice("fused", "the pattern is one that torch's fused attention knows")
     if queries == 1 or scope.gaps:
         reason = "one query, or keys that a cache has kept: all of them in one product"
@@ -72,7 +72,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, scope: Scope, block: int = 64) -> Ch
         return Choice("dense", "here only plain operations work, as in exported programs and under torch.func")
     if serves(q.device.type, q.dtype, (heads, queries, keys), (q.shape[3], v.shape[3]), scope) and compiles(q.device):
         return Choice("flex", "on a GPU FlexAttention skips what the pattern can't reach")
-    if plain and few:
+    if plain and scores <= FEW:
         return Choice("dense", "few scores with a term")
     if plain:
         return Choice("blocks", "many scores with a term or dropout: in parts they take no memory")
