@@ -50,6 +50,11 @@ class Scope:
         return self.key_mask is None and self.mask is None and self.documents is None
 
     @property
+    def own_pattern(self) -> bool:
+        """Whether marks or a salt make the pattern this call's alone, so that nothing of it can be remembered."""
+        return self.marked is not None or self.query.salt is not None
+
+    @property
     def all_visible(self) -> bool:
         """Whether this is one query, which may look at every key; where it is not plain to see the answer is False."""
         past = self.pattern.past

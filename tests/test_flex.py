@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import flex_attention
 
 from attnzoo.kernels import flex as kernel
-from attnzoo.kernels.block_mask import TILE, block_mask
+from attnzoo.kernels.block_mask import TILE, _remembered, block_mask
 from attnzoo.kernels.dense import dense
 from attnzoo.kernels.fastest import choose
 from attnzoo.kernels.flex import flex, serves
@@ -261,3 +261,13 @@ def test_what_torch_cannot_compile_is_computed_in_blocks_after_a_warning(monkeyp
         out = flex(q, k, v, scope)
     torch.testing.assert_close(out, dense(q, k, v, scope))
     torch.testing.assert_close(flex(q, k, v, scope), out)  # without another warning
+
+
+@pytest.mark.parametrize("documents", [None, torch.arange(300)[None] // 90], ids=["alone", "documents"])
+def test_the_default_device_plays_no_part(documents):
+    scope = scope_of(Local(40), 300, 300, documents=documents)
+    wanted = block_mask(scope, HEADS, 64, CPU)
+    _remembered.cache_clear()
+    with torch.device("meta"):
+        found = block_mask(scope, HEADS, 64, CPU)
+    assert torch.equal(found.to_dense(), wanted.to_dense())

@@ -22,9 +22,10 @@ def block_mask(scope: Scope, heads: int, block: int, device: torch.device) -> Bl
     """The blocks that a call touches, without a `mask_mod`; remembered by value where its tensors say no more."""
     lengths = (scope.query_length, scope.key_length)
     call = (scope.pattern, lengths, heads, block, device, scope.pattern_alone)
-    if scope.documents is None and scope.marked is None and scope.query.salt is None:
-        return copy.copy(_remembered(*call))
-    return _made(*call, scope)
+    with torch.device("cpu"):  # whatever the default device is
+        if scope.documents is None and not scope.own_pattern:
+            return copy.copy(_remembered(*call))
+        return _made(*call, scope)
 
 
 @functools.lru_cache(maxsize=64)
