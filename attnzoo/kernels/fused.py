@@ -56,8 +56,7 @@ def _mask(q: Queries, k: Keys, scope: Scope) -> tuple[Tensor | None, Tensor | No
     Backends differ over rows that see nothing: those see all here, and what they get is dropped.
     """
     if q.shape[2] > 1 and remembers(q, k, scope) and applies(q, k):
-        heads = q.shape[1] if scope.pattern.per_head else 1
-        return _remembered(scope.pattern, heads, q.shape[2], k.shape[2], q.dtype, q.device)
+        return _remembered(scope.pattern, q.shape[1], q.shape[2], k.shape[2], q.dtype, q.device)
     visible = scope.visible()
     seen = visible.any(-1, keepdim=True)
     return (visible | ~seen).expand(-1, -1, q.shape[2], -1), seen
@@ -66,7 +65,7 @@ def _mask(q: Queries, k: Keys, scope: Scope) -> tuple[Tensor | None, Tensor | No
 def remembers(q: Queries, k: Keys, scope: Scope) -> bool:
     """Whether the mask of a call is small, and follows from the pattern alone."""
     heads = q.shape[1] if scope.pattern.per_head else 1
-    own = scope.gaps or scope.marked is not None or scope.query.salt is not None or not scope.pattern_alone
+    own = scope.gaps or scope.own_pattern or not scope.pattern_alone
     return not own and heads * q.shape[2] * k.shape[2] <= REMEMBERED
 
 

@@ -17,7 +17,6 @@ from attnzoo.scope import Scope
 from attnzoo.shapes import Place, Span
 
 PART = 5 * 2**16  # scores computed at once: 1.25 MiB in float32, about what a core's own cache holds
-GATHERED = 2**18  # the same for gathered blocks, whose keys take room there too
 PART_ON_GPU = 2**26
 TABLE = 2**22  # entries of a block table made at once
 MASKS = 2**22  # bytes of masks that a plan may hold; where there are more, the pattern is asked at each call
@@ -42,7 +41,7 @@ class Plan(NamedTuple):
 def plan(scope: Scope, heads: int, groups: int, block: int, device: torch.device) -> Plan:
     """How to compute a call; remembered by value where nothing depends on its tensors."""
     lengths = (scope.query_length, scope.key_length)
-    if scope.documents is None and scope.marked is None and scope.query.salt is None:
+    if scope.documents is None and not scope.own_pattern:
         return _remembered(scope.pattern, lengths, heads, groups, block, device)
     with torch.device("cpu"):  # whatever the default device is
         return _Planner(scope.pattern, lengths, heads, groups, block, device, scope).plan()
@@ -81,7 +80,7 @@ class _Planner:
         self.parts: list[Part] = []
         self.loose: dict[int, list[_Item]] = {}  # by how many blocks they touch
         self.masks: dict[tuple[bytes, torch.Size], Tensor] = {}
-        self.asked = scope is not None and (scope.marked is not None or scope.query.salt is not None)
+        self.asked = scope is not None and scope.own_pattern
         self.complete = True
 
     def plan(self) -> Plan:
@@ -94,9 +93,9 @@ class _Planner:
                     own = heads if table_heads > 1 else slice(0, 1)
                     blocks = np.flatnonzero(touched[own.start, tile])
                     self._place(heads, start + tile, blocks, partial[own, tile][:, blocks])
-        most = GATHERED if self.device.type == "cpu" else PART_ON_GPU
+        most = self.part * 4 // 5  # gathered keys take room where scores are kept, too
         for width, items in sorted(self.loose.items()):
-            step = _even(len(items), min(self.part, most) // (self.size[0] * width * self.size[1]))
+            step = _even(len(items), most // (self.size[0] * width * self.size[1]))
             self.parts += (self._gathered(items[i : i + step]) for i in range(0, len(items), step))
         pairs = sum(math.prod(part.shape) for part in self.parts)
         return Plan(tuple(self.parts), self.size, self.part, pairs, self.complete, bool(self.loose))
@@ -123,11 +122,11 @@ class _Planner:
         if not len(blocks):
             self.complete = False
             return
-        runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
+        stretches = _stretches(blocks)
         count = heads.stop - heads.start
         large = count == self.heads or count * self.size[0] * len(blocks) * self.size[1] >= PART // 4
-        if self.device.type == "cpu" and len(runs) <= RUNS and large:
-            self._slices(heads, tile, runs, bool(partial.any()))
+        if self.device.type == "cpu" and len(stretches) <= RUNS and large:
+            self._slices(heads, tile, stretches, bool(partial.any()))
         else:
             own = partial if len(partial) > 1 else partial.repeat(count, 0)
             items = (_Item(heads.start + i, tile, blocks, own[i]) for i in range(count))
@@ -173,8 +172,7 @@ class _Planner:
         first, last = int(by_any[0]), int(by_any[-1]) + 1
         hidden = ~seen[:, :, first:last]
         columns = hidden.flatten(0, 1).any(0).numpy().nonzero()[0]
-        ranges = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1) if len(columns) else ()
-        ends = ((int(some[0]), int(some[-1]) + 1) for some in ranges)
+        ends = ((int(some[0]), int(some[-1]) + 1) for some in (_stretches(columns) if len(columns) else ()))
         found = [Partial(a, z, self._kept(hidden[:, :, a:z])) for a, z in ends]
         return slice(run.start + first, run.start + last), found, bool(seen.any(-1).all())
 
@@ -228,6 +226,11 @@ class _Planner:
         hidden = part.hidden_by(self.pattern, self.lengths[1])
         hidden = hidden[:1] if (hidden[1:] == hidden[:1]).all() else hidden
         return dataclasses.replace(part, hidden=self._kept(hidden))
+
+
+def _stretches(numbers: np.ndarray) -> list[np.ndarray]:
+    """Rising numbers cut where one is left out."""
+    return np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
 
 
 def _even(count: int, most: int) -> int:
