@@ -44,6 +44,9 @@ class Attention(nn.Module):
     examples: ClassVar[Sequence[dict[str, Any]]] = ({},)
     without: ClassVar[frozenset[str]] = frozenset()  # features that a variant declares to do without
     out_proj: nn.Linear
+    salt: Tensor | None = None
+    """What a pattern that is drawn anew depends on, below 2**32: processes that train one model set it to the same
+    number before each step. None: each call takes a number from torch's generator."""
 
     def __init__(
         self,
@@ -276,7 +279,7 @@ class Attention(nn.Module):
             q, entries["keys"] = (rotate(x, *turn) for x in (q, entries["keys"]))
         kept = Kept(entries) if cache is None else cache.extended(entries)
         k, v = self.projection.keys_values(self, kept.entries)
-        salt = torch.randint(2**32, (), device="cpu").to(x.device) if self.redraws else None
+        salt = self._salt().to(x.device) if self.redraws else None
         query, key = places(self.num_heads, queries, keys, x.device, marked, salt, kept.tokens)
         dropout = self.dropout if self.training else 0.0
         formula = self.formula if pattern is self.pattern else ""
@@ -284,6 +287,9 @@ class Attention(nn.Module):
             pattern, query, key, joined, mask, documents, marked, self.score, dropout, formula=formula, gaps=kept.gaps
         )
         return q, k, v, scope, Piece(entries, key_mask, marked)
+
+    def _salt(self) -> Tensor:
+        return torch.randint(2**32, (), device="cpu") if self.salt is None else self.salt
 
     def _check_tokens(self, name: str, tokens: Tensor, batch: int | None = None, length: int | None = None) -> None:
         wanted = (batch, length, self.d_model)

@@ -161,6 +161,36 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_good_one_is_used(folder, r
 
 
 @pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (flipped, "0-of-1.ckpt is damaged: it differs from its digest"),
+        (Path.unlink, "step-8.ckpt is damaged: a part of it is missing"),
+        (lambda part: part.rename(part.with_name("0-of-2.ckpt")), "step-8.ckpt is damaged: a part of it is missing"),
+    ],
+)
+def test_a_damaged_part_of_a_checkpoint_in_parts_is_named_and_the_newest_good_one_is_used(folder, run, harm, said):
+    trained("train.strategy=fsdp", "train.accelerator=cpu", "train.keep_best=4")
+    expected = outcome(folder)
+    tell_interrupted(folder)
+    harm(checkpoints.part(folder.checkpoint(8), 0, 1))
+    status, _, err = run("train", "--resume", str(folder.path))
+    assert status == 0
+    assert said in err
+    assert "resuming at step 6 of 8" in err
+    assert difference(outcome(folder), expected) is None
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_checkpoint_without_its_digest_is_named_and_used(folder, run):
+    trained()
+    checkpoints.digest_of(folder.best.resolve()).unlink()
+    status, _, err = run("export", str(folder.path), "a.safetensors")
+    assert status == 0
+    assert "best.ckpt has no digest beside it: nobody can tell whether it is damaged" in err
+
+
+@pytest.mark.filterwarnings("always")
 def test_a_run_without_any_good_checkpoint_begins_again(folder, run):
     trained()
     expected = outcome(folder)

@@ -41,6 +41,7 @@ SETTINGS = {
         "train.valid_every=4",
         "train.checkpoint_every=1",
     ],
+    "fsdp": ["train.strategy=fsdp", "train.accelerator=cpu", "train.keep_best=2"],
     "workers": ["train.workers=1", "train.max_steps=4"],
 }
 
@@ -94,7 +95,7 @@ def differ_after_kills(tmp_path, overrides, number, seed):
     return expected
 
 
-@pytest.mark.parametrize("settings", ["epochs", "accumulation", "bf16", "redraw", "workers"])
+@pytest.mark.parametrize("settings", ["epochs", "accumulation", "bf16", "redraw", "fsdp", "workers"])
 def test_a_kill_at_any_moment_changes_nothing(tmp_path, settings):
     differ_after_kills(tmp_path, SETTINGS[settings], number=4 if settings == "workers" else 8, seed=0)
 
@@ -105,7 +106,7 @@ def test_a_kill_changes_nothing_where_fp16_scales_its_loss(tmp_path, real_fp16):
 
 
 @pytest.mark.study
-@pytest.mark.parametrize("settings", ["epochs", "accumulation", "bf16", "redraw", "workers"])
+@pytest.mark.parametrize("settings", ["epochs", "accumulation", "bf16", "redraw", "fsdp", "workers"])
 def test_forty_kills_each_change_nothing(tmp_path, settings):
     differ_after_kills(tmp_path, SETTINGS[settings], number=40, seed=1)
 
@@ -263,28 +264,6 @@ def without_workers(found):
     for checkpoint in found["checkpoints"].values():
         checkpoint["hyper_parameters"]["recipe"]["train"].pop("workers", None)
     return {name: value for name, value in found.items() if name != "recipe"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
-def test_two_processes_that_are_killed_or_told_to_stop_go_on_as_if_nothing_had_happened(start):
-    words = ["train", "tiny.yaml", "train.devices=2", "train.strategy=ddp", "train.max_steps=120"]
-    whole = start(*words)
-    assert whole.wait(timeout=120) == 0, whole.communicate()
-    go_on = ["train", "--resume", str(folder(2).path)]
-    for command, step, sent in ((words, 40, signal.SIGKILL), (go_on, 80, signal.SIGTERM)):
-        process = start(*command)
-        wait_for(process, step)
-        if sent == signal.SIGKILL:
-            os.killpg(process.pid, sent)
-        else:
-            os.kill(process.pid, sent)  # the first process tells the other one
-        process.communicate(timeout=60)
-        assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143}[sent]
-        assert step < folder(2).checkpointed()[-1] + 10 < 130
-    last = start(*go_on)
-    assert last.wait(timeout=120) == 0, last.communicate()
-    assert difference(outcome(folder(2)), outcome(folder(1))) is None
 
 
 # What is resumed, and with what

@@ -384,28 +384,6 @@ def test_the_machine_has_what_is_asked_for_or_it_is_refused(monkeypatch, setting
         assert (found.accelerator, found.devices, found.precision) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_trains(tiny, tmp_path, strategy):
-    tiny()
-    alone = {}
-    for devices, chosen in ((1, "auto"), (2, strategy)):
-        given = [f"train.devices={devices}", f"train.strategy={chosen}", "train.accelerator=cpu", "train.accumulate=2"]
-        command = [sys.executable, "-W", "error::UserWarning", "-m", "attnzoo", "train", "tiny.yaml", *given, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        summary = json.loads(done.stdout)  # one process speaks
-        alone = alone or summary
-    assert [path.name for path in sorted((tmp_path / "runs" / "tiny").iterdir())] == ["1", "2"]
-    one, two = columns(alone), columns(summary)
-    for name in ("train_loss", "lr", "valid_loss"):
-        assert one[name] == pytest.approx(two[name], abs=1e-4, nan_ok=True), name
-    assert summary["test"] == pytest.approx(alone["test"], abs=1e-3)
-    assert (alone["devices"], summary["devices"]) == (1, 2)
-    torch.load(tmp_path / summary["run"] / "checkpoints" / "last.ckpt", weights_only=True)
-
-
 # What is shown
 
 

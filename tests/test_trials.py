@@ -205,8 +205,8 @@ def test_a_model_evaluated_in_inference_mode_trains_afterwards(tiny):  # noqa: F
     module = TrainingModule(tiny().sections)
     batch = default_collate([module.experiment.task.split("train")[item] for item in range(4)])
     with torch.inference_mode():
-        before, _ = module._loss(batch)
-    loss, _ = module._loss(batch)
+        before = module._loss(module._logits(batch), batch)
+    loss = module._loss(module._logits(batch), batch)
     loss.backward()
     assert loss.item() == pytest.approx(before.item())
     assert all(parameter.grad is not None for parameter in module.parameters())
@@ -219,7 +219,7 @@ def test_a_batch_without_targets_moves_no_weight_and_training_goes_on(tiny):  # 
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
     for target, moves in ((torch.full_like(full["target"], IGNORED), False), (full["target"], True)):
         optimizer.zero_grad()
-        loss, _ = module._loss({**full, "target": target})
+        loss = module._loss(module._logits(full), {**full, "target": target})
         loss.backward()
         optimizer.step()
         assert loss.isfinite()

@@ -15,6 +15,7 @@ from attnzoo.training.checkpoints import DamagedError
 from attnzoo.training.runs import RunFolder
 from attnzoo.training.settings import TrainSettings
 from attnzoo.training.stopping import Interrupted, Stop
+from attnzoo.training.strategies import together
 
 Row = dict[str, float]
 
@@ -153,7 +154,7 @@ class Checkpoints(Callback):
 
     def _good(self, step: int) -> bool:
         try:
-            checkpoints.load(self.folder.checkpoint(step))
+            checkpoints.load(self.folder.checkpoint(step), rank=0)
         except DamagedError as error:
             warnings.warn(f"{error}; it was among the best, and the best of the others is tested", stacklevel=2)
             return False
@@ -162,10 +163,12 @@ class Checkpoints(Callback):
     def _end_step(self, trainer: pl.Trainer, better: bool) -> None:
         step, asked = trainer.global_step, self.stop.asked(trainer)
         if asked or better or step % self.every == 0 or step >= trainer.max_steps:
-            self.sync()
+            with together():
+                self.sync()
             trainer.save_checkpoint(self.folder.checkpoint(step))
-            if trainer.is_global_zero:
-                self._arrange(step)
+            with together():
+                if trainer.is_global_zero:
+                    self._arrange(step)
         if asked:
             raise Interrupted
 
@@ -178,4 +181,4 @@ class Checkpoints(Callback):
             self.folder.best.unlink(missing_ok=True)
         kept = [self.folder.checkpoint(step) for step in (last, *(step for _, step in self.best))]
         for file in {*self.folder.last.parent.glob("step-*")} - {*kept, *map(checkpoints.digest_of, kept)}:
-            file.unlink()
+            durable.remove(file)

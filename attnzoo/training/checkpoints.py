@@ -1,4 +1,4 @@
-"""Checkpoint files: a dict of tensors and plain values, with a digest beside it."""
+"""Checkpoints: a dict of tensors and plain values with a digest beside it, or a folder of such files."""
 
 import hashlib
 import io
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnzoo.errors import RecipeError
-from attnzoo.training import durable
+from attnzoo.training import durable, shards
 
 SCHEMA = 1
 """What a checkpoint holds, by number: raised when older code could misread it."""
@@ -28,19 +28,46 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
     """
     content = io.BytesIO()  # because torch doesn't survive a disk that gets full while it writes
     torch.save({**checkpoint, "schema": SCHEMA}, content)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
     durable.write(digest_of(path), f"{digest}  {path.name}\n".encode())
     durable.write(path, content.getbuffer())
 
 
-def load(path: Path) -> dict[str, Any]:
+def part(folder: Path, rank: int, ranks: int) -> Path:
+    """The file of one process in a checkpoint that several have written."""
+    return folder / f"{rank}-of-{ranks}.ckpt"
+
+
+def load(path: Path, rank: int | None = None) -> dict[str, Any]:
     """A checkpoint with its tensors on the CPU; nothing in it is executed.
 
+    Args:
+        rank: of a checkpoint in parts, only the part of this process; None joins them. All parts are checked.
     Raises:
         DamagedError: it is missing, differs from its digest, or holds more than tensors and plain values.
         RecipeError: a newer version of attnzoo wrote it.
     """
+    if not path.is_dir():
+        return decode(path, read(path))
+    if rank is None:
+        return shards.join([decode(file, read(file)) for file in parts(path)])
+    files = parts(path)
+    [content] = [content for number, content in enumerate(map(read, files)) if number == rank]
+    return decode(files[rank], content)
+
+
+def parts(folder: Path) -> list[Path]:
+    """The files of a checkpoint in parts, by rank."""
+    ranks = len(list(folder.glob("*-of-*.ckpt")))
+    files = [part(folder, rank, ranks) for rank in range(ranks)]
+    if not files or not all(file.is_file() for file in files):
+        raise DamagedError(f"{folder} is damaged: a part of it is missing")
+    return files
+
+
+def read(path: Path) -> bytes:
+    """A file as it was saved, as its digest tells."""
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
@@ -48,8 +75,15 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedError(f"{path} can't be read: {error.strerror}") from error
     digest = digest_of(path.resolve())
-    if digest.is_file() and hashlib.sha256(content).hexdigest() != digest.read_bytes()[:64].decode(errors="replace"):
+    if not digest.is_file():
+        warnings.warn(f"{path} has no digest beside it: nobody can tell whether it is damaged", stacklevel=3)
+    elif hashlib.sha256(content).hexdigest() != digest.read_bytes()[:64].decode(errors="replace"):
         raise DamagedError(f"{path} is damaged: it differs from its digest in {digest.name}")
+    return content
+
+
+def decode(path: Path, content: bytes) -> dict[str, Any]:
+    """What a file holds."""
     try:
         with warnings.catch_warnings(action="ignore"):
             checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,5 +1,6 @@
 """Batches in an order that the seed and their number decide, whatever the number of processes and where they begin."""
 
+import math
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -67,11 +68,30 @@ class Shuffled(Sampler[int]):
         return torch.randperm(self.size, generator=generator)
 
 
+class Share(Dataset):
+    """What one process sees of a split: every `ranks`-th item.
+
+    All shares are equally long, because processes compute in step. Where the items run out, the last one comes again
+    and its `counts` is false.
+    """
+
+    def __init__(self, items: Any, rank: int, ranks: int) -> None:
+        self.items = items
+        self.rank = rank
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.items) / self.ranks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        place, last = self.rank + index * self.ranks, len(self.items) - 1
+        return {**self.items[min(place, last)], "counts": torch.tensor(place <= last)}
+
+
 class Batches(pl.LightningDataModule):
     """The three splits of a task, dealt out to this process.
 
-    Validation and test see every item once, in order; of several processes each sees as many as the others, so that up
-    to one item a process is left out at the end.
+    Validation and test see every item once, in order.
     """
 
     def __init__(self, task: Task, settings: TrainSettings) -> None:
@@ -108,9 +128,8 @@ class Batches(pl.LightningDataModule):
         return self.trainer.global_rank, self.trainer.world_size
 
     def _in_order(self, split: Split) -> DataLoader:
-        items: Any = self.task.split(split)
-        rank, ranks = self._place
-        return self._loader(items, range(rank, len(items) // ranks * ranks, ranks))
+        share = Share(self.task.split(split), *self._place)
+        return self._loader(share, range(len(share)))
 
     def _loader(self, items: Dataset, order: Iterable[int]) -> DataLoader:
         return DataLoader(

@@ -1,6 +1,7 @@
 """Files that are there whole or not at all, whenever the machine stops."""
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -30,6 +31,14 @@ def point(link: Path, target: Path) -> None:
     beside.symlink_to(target.name)
     os.replace(beside, link)
     settle(link.parent)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def settle(folder: Path) -> None:

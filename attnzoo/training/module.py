@@ -52,15 +52,18 @@ class TrainingModule(pl.LightningModule):
             group["lr"] = settings.lr * lr_factor(self.trainer.global_step, settings)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Makes dropout and what else is drawn depend on the seed, the batch and the process, not on what came before.
+        """Makes dropout depend on the seed, the batch and the process, and random patterns on the first two alone.
 
-        All batches of a training have numbers of their own, whatever the epoch.
+        So nothing depends on what came before. All batches of a training have numbers of their own, whatever the epoch.
         """
-        draw = random.Random(f"{self.experiment.settings.seed} {batch_idx} {self.global_rank}")
-        torch.manual_seed(draw.getrandbits(63))
+        seed = self.experiment.settings.seed
+        torch.manual_seed(random.Random(f"{seed} {batch_idx} {self.global_rank}").getrandbits(63))
+        salt = torch.tensor(random.Random(f"{seed} {batch_idx} patterns").getrandbits(32))
+        for attention in self.model.attentions:
+            attention.salt = salt
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        loss, _ = self._loss(batch)
+        loss = self._loss(self._logits(batch), batch)
         mean = self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item()
         self._stop_unless_finite(mean, f"the training loss is {mean} at step {self.trainer.global_step + 1}")
         return {"loss": loss, "mean": mean}
@@ -95,15 +98,17 @@ class TrainingModule(pl.LightningModule):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, settings))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = self.model(batch["tokens"], batch.get("key_mask"))
+    def _logits(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(batch["tokens"], batch.get("key_mask")).float()
+
+    def _loss(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast(logits.device.type, enabled=False):
-            logits = logits.float()
-            return self.experiment.task.loss(logits, batch), logits
+            return self.experiment.task.loss(logits, batch)
 
     def _score(self, scores: "Scores", batch: dict[str, Tensor]) -> None:
-        loss, logits = self._loss(batch)
-        scores.update(loss, logits, batch["target"])
+        logits, counts = self._logits(batch), batch["counts"]
+        logits, batch = logits[counts], {name: tensor[counts] for name, tensor in batch.items()}
+        scores.update(self._loss(logits, batch), logits, batch["target"])
 
     def _log(self, split: str, scores: "Scores") -> None:
         values = scores.compute()

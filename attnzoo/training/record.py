@@ -114,6 +114,6 @@ def fit_and_test(
 def follow(module: TrainingModule, here: Machine, start: Start) -> dict[str, Any]:
     """What all processes but the first one do."""
     stop = Stop()
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # to end as the first one does, which says why
+    with contextlib.suppress(KeyboardInterrupt, SystemExit, TrainingError):  # the first one says why
         fit_and_test(module, here, start, StepRows(), Checkpoints(None, module.experiment.settings, stop), stop, {})
     return {}

@@ -92,12 +92,12 @@ class RunFolder:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """The last step whose checkpoint is good, and what it holds; warns of those that are not."""
+        """The last step whose checkpoint is good, and what it or its first part holds; warns of those that are not."""
         if self.last.is_symlink() and not self.last.exists():
             warnings.warn(f"{self.last} leads to {self.last.readlink()}, which is missing", stacklevel=2)
         for step in reversed(self.checkpointed()):
             with warned():
-                return step, checkpoints.load(self.checkpoint(step))
+                return step, checkpoints.load(self.checkpoint(step), rank=0)
         return None
 
     def load_checkpoint(self) -> dict[str, Any]:

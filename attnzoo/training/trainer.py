@@ -9,12 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 from attnzoo.training import checkpoints
 from attnzoo.training.machine import Machine
 from attnzoo.training.settings import TrainSettings
+from attnzoo.training.strategies import make_strategy
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -66,12 +66,6 @@ def score_test(
     return {name.removeprefix("test_"): round(value, 6) for name, value in scores.items()}
 
 
-def make_strategy(settings: TrainSettings, here: Machine) -> Strategy | str:
-    if settings.strategy == "fsdp":
-        return ModelParallelStrategy(here.devices * settings.num_nodes, 1, save_distributed_checkpoint=False)
-    return DDPStrategy() if settings.strategy == "ddp" else "auto"
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keeps Lightning from advising on what is chosen here on purpose."""
@@ -83,6 +77,8 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PossibleUserWarning)
             warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+            # which holds for logits too; nothing here changes those in place
+            warnings.filterwarnings("ignore", message=".*returned a view tensor")
             # which is so where fp16 skips the first step
             warnings.filterwarnings("ignore", message=".*`lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`")
             yield

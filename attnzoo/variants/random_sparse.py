@@ -31,7 +31,8 @@ class RandomSparse(Attention):
         block: tokens a block.
         ratio: the share of the blocks before it that a block draws, in place of keys.
         seed: fixes the draws, at every length and in every process.
-        redraw: draws anew at each training step, from torch's generator, as dropout does; eval keeps to the seed.
+        redraw: draws anew at each training step, from torch's generator, as dropout does, or from `salt` where that is
+            set; eval keeps to the seed.
         train_only: sparse in training, and everything may look at everything in eval.
         num_kv_heads: key-value heads, each shared by a group of query heads; as many as query heads where left out.
     Source: the random part of Zaheer et al. 2020, section 2, arXiv:2007.14062; `train_only` is how tutorials read

@@ -9,7 +9,7 @@ from pathlib import Path
 from attnzoo import training
 
 TRAINING = str(Path(training.__file__).parent)
-WRITES = ("durable.py", "checkpoints.py", "callbacks.py", "runs.py")
+WRITES = ("durable.py", "checkpoints.py", "callbacks.py", "runs.py", "strategies.py")
 """Where a run folder changes: half of the moments are drawn from these files."""
 
 

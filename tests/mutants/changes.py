@@ -552,7 +552,7 @@ CHANGES = [
     ),
     _change(
         "drawn from Python's generator", REDRAW,
-        "attention:Attention._open",
+        "attention:Attention._salt",
         'torch.randint(2**32, (), device="cpu")',
         "torch.tensor(__import__('random').randrange(2**32))",
         caught=("output_is_what_the_pattern_says",),

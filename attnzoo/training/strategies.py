@@ -1,0 +1,82 @@
+"""How several processes share a training, and how they save it."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from attnzoo.errors import TrainingError
+from attnzoo.training import checkpoints, durable, shards
+from attnzoo.training.machine import Machine
+from attnzoo.training.settings import TrainSettings
+
+
+def make_strategy(settings: TrainSettings, here: Machine) -> Strategy | str:
+    if settings.strategy == "fsdp":
+        return Sharded(here.devices * settings.num_nodes, 1)
+    return Replicated() if settings.strategy == "ddp" else "auto"
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Ends all processes with one message where a file of any can't be written; each waits here for the others.
+
+    Raises:
+        TrainingError: on each process.
+    """
+    problem = None
+    try:
+        yield
+    except OSError as error:
+        problem = f"can't write {error.filename}: {error.strerror or error}"
+    found = [problem]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, problem)
+    for problem in filter(None, found):
+        raise TrainingError(problem)
+
+
+class Replicated(DDPStrategy):
+    """Every process has the whole model, and the first one saves it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        with together():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+class Sharded(ModelParallelStrategy):
+    """FSDP2. A checkpoint is a folder in which each process has a file; torch's own format needs pickle to be read."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        path = Path(filepath)
+        beside = path.with_name(f"{path.name}.part")
+        with together():
+            if self.is_global_zero and beside.exists():
+                shutil.rmtree(beside)
+        with together():
+            checkpoints.save(shards.own(checkpoint), checkpoints.part(beside, self.global_rank, self.world_size))
+        with together():
+            if self.is_global_zero:
+                durable.remove(path)
+                os.replace(beside, path)
+                durable.settle(path.parent)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        checkpoint = checkpoints.load(Path(checkpoint_path), self.global_rank)
+        shards.fill(get_model_state_dict(self.model), checkpoint["state_dict"])
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # none in a test
+            state = shards.fill(get_optimizer_state_dict(self.model, optimizer), saved)
+            set_optimizer_state_dict(self.model, optimizer, state)
+        return checkpoint
