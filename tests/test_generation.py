@@ -14,7 +14,7 @@ import torch
 from attnzoo import cli
 from attnzoo.errors import OptionError, RecipeError
 from attnzoo.tasks.characters import encode
-from attnzoo.training import generation
+from attnzoo.training import checkpoints, generation
 from attnzoo.training.generation import Decoder, LanguageModelRun, Text
 from attnzoo.training.model import Transformer
 from attnzoo.training.recipe import load
@@ -362,11 +362,10 @@ def there(trained, monkeypatch):
 def spoilt(trained, tmp_path, change):
     """A copy of the run with another checkpoint."""
     folder = RunFolder(tmp_path / "run")
-    (folder.path / "checkpoints").mkdir(parents=True)
-    folder.recipe.write_text("")
-    checkpoint = torch.load(trained / "runs/tiny/1/checkpoints/best.ckpt", weights_only=True)
+    checkpoint = checkpoints.load(trained / "runs/tiny/1/checkpoints/best.ckpt")
     change(checkpoint)
-    torch.save(checkpoint, folder.best)
+    checkpoints.save(checkpoint, folder.best)
+    folder.recipe.write_text("")
     return str(folder.path)
 
 
@@ -392,7 +391,7 @@ def test_loading_takes_the_best_weights_and_else_the_last_and_draws_nothing(trai
     loaded = LanguageModelRun.load(folder.path).model
     assert not loaded.training
     best = loaded.head.bias
-    torch.save(torch.load(trained / "runs/tiny/1/checkpoints/last.ckpt", weights_only=True), folder.last)
+    checkpoints.save(checkpoints.load(trained / "runs/tiny/1/checkpoints/last.ckpt"), folder.last)
     assert torch.equal(LanguageModelRun.load(folder.path).model.head.bias, best)
     folder.best.unlink()
     assert not torch.equal(LanguageModelRun.load(folder.path).model.head.bias, best)

@@ -75,15 +75,13 @@ def read(path: Path) -> bytes:
     except OSError as error:
         raise DamagedError(f"{path} can't be read: {error.strerror}") from error
     digest = digest_of(path.resolve())
-    if not digest.is_file():
-        warnings.warn(f"{path} has no digest beside it: nobody can tell whether it is damaged", stacklevel=3)
-    elif hashlib.sha256(content).hexdigest() != digest.read_bytes()[:64].decode(errors="replace"):
+    if digest.is_file() and hashlib.sha256(content).hexdigest() != digest.read_bytes()[:64].decode(errors="replace"):
         raise DamagedError(f"{path} is damaged: it differs from its digest in {digest.name}")
     return content
 
 
 def decode(path: Path, content: bytes) -> dict[str, Any]:
-    """What a file holds."""
+    """What a file holds; warns where it has no digest."""
     try:
         with warnings.catch_warnings(action="ignore"):
             checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -96,6 +94,8 @@ def decode(path: Path, content: bytes) -> dict[str, Any]:
         raise RecipeError(
             f"{path} was written by a newer attnzoo (schema {schema}, this one reads up to {SCHEMA}): upgrade attnzoo"
         )
+    if not digest_of(path.resolve()).is_file():
+        warnings.warn(f"{path} has no digest beside it: nobody can tell whether it is damaged", stacklevel=3)
     return checkpoint
 
 
