@@ -312,13 +312,33 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_last_good_checkpoint(
     assert difference(outcome(folder), expected) is None
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_refused(folder, run):
+@pytest.fixture
+def modest():
+    """Takes away root's right to write everywhere, for as long as a test runs."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_read_only_folder_is_refused_and_left_as_it_was(folder, run, capsys, request, somewhere):
     trained()
-    folder.path.chmod(0o500)
-    status, _, err = run("train", "--resume", str(folder.path))
-    assert status == 2
-    assert "can't write in runs/tiny/1: Permission denied" in err
+    tell_interrupted(folder)
+    for opened in (somewhere, *somewhere.parents[:2]):
+        opened.chmod(0o755)
+    for locked in (folder.path, folder.last.parent, folder.path.parent):
+        locked.chmod(0o555)
+    before = {file: file.stat().st_mtime_ns for file in folder.path.rglob("*")}
+    capsys.readouterr()
+    request.getfixturevalue("modest")
+    for command, said in (
+        (["train", "--resume", str(folder.path)], "can't write in runs/tiny/1: Permission denied"),
+        (["train", "tiny.yaml"], "can't make a run folder in runs/tiny: Permission denied"),
+    ):
+        status, _, err = run(*command)
+        assert (status, err) == (2, f"attnzoo: {said}\n")
+    assert before == {file: file.stat().st_mtime_ns for file in folder.path.rglob("*")}
 
 
 def test_a_folder_where_nothing_can_be_written_is_refused(folder, run, capsys):

@@ -348,7 +348,7 @@ def test_changed_data_is_refused(tmp_path, run):
     (tmp_path / "tiny.yaml").write_text(LANGUAGE.replace("200", "4"))
     (tmp_path / "text.txt").write_text("all of the people some of the time " * 40)
     assert run("train", "tiny.yaml")[0] == 0
-    (tmp_path / "text.txt").write_text("all of the people some of the tide " * 40)
+    (tmp_path / "text.txt").write_text("all of the people mose of the time " * 40)
     words = ["train.max_steps=6", "--allow-change", "train.max_steps"]
     status, _, err = run("train", "--resume", "runs/tiny/1", *words)
     assert status == 2

@@ -261,6 +261,21 @@ def test_lower_precision_trains(tiny, precision):
     assert 0 < abs(rounded["test"]["loss"] - exact) < 0.1
 
 
+def test_norms_the_residual_stream_and_the_loss_are_float32_under_bf16_mixed(tiny):
+    module = TrainingModule(tiny().sections)
+    batch = {name: tensor[None] for name, tensor in module.experiment.task.split("train")[0].items()}
+    dtypes = {}
+    for name, layer in module.model.named_modules():
+        layer.register_forward_hook(lambda layer, given, found, name=name: dtypes.update({name: found.dtype}))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = module._loss(module._logits(batch), batch)
+    assert loss.dtype == torch.float32
+    exact = [name for name in dtypes if "norm" in name or name in ("layers.0", "layers.1")]
+    assert len(exact) == 7
+    assert {dtypes[name] for name in exact} == {torch.float32}
+    assert dtypes["layers.0.attention"] == dtypes["layers.0.widen"] == torch.bfloat16, "this shows nothing"
+
+
 def test_16_mixed_on_a_cpu_is_bf16_mixed_and_says_so(tiny, capsys):
     summary = train.train(tiny("train.precision=16-mixed", "train.accelerator=cpu"))
     assert summary["precision"] == {"requested": "16-mixed", "effective": "bf16-mixed"}

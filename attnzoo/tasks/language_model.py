@@ -1,5 +1,6 @@
 """Write on: the next character of the speeches, or of a text of yours."""
 
+import hashlib
 import operator
 import random
 from collections import Counter
@@ -48,6 +49,7 @@ class LanguageModel(Task):
             raise RecipeError(f"{'path: ' if path else ''}the text is too short for any sequence: {source}")
         self.length = check_length(length, LEAST, shortest - 1, source)
         self.seed = seed
+        self.digest = hashlib.sha256("\0".join(parts.values()).encode()).hexdigest()
         frequent = Counter(parts["train"]).most_common(VOCABULARY - 1)
         self.characters = (UNKNOWN, *sorted(character for character, _ in frequent))
         self.vocabulary = self.classes = len(self.characters)
@@ -58,7 +60,7 @@ class LanguageModel(Task):
         return encode(text, self.characters)
 
     def facts(self) -> dict[str, Any]:
-        return {"characters": list(self.characters)}
+        return {"characters": list(self.characters), "sha256": self.digest}
 
     def split(self, name: Split) -> Dataset:
         if name == "train":
