@@ -66,6 +66,8 @@ def start():
     yield start
     for process in started:
         if process.poll() is None:
+            process.terminate()  # torchrun hands it on
+            process.wait(timeout=30)
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
@@ -167,3 +169,21 @@ def test_two_processes_that_are_killed_or_told_to_stop_go_on_as_if_nothing_had_h
         assert step < folder(2).checkpointed()[-1] + 10 < 130
     finish(start(*go_on))
     assert difference(outcome(folder(2)), outcome(folder(1))) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the second process")
+@pytest.mark.parametrize("first", [True, False])
+def test_the_death_of_one_process_ends_the_other_with_one_message_at_most(start, first):
+    process = start("attnzoo", "train", "tiny.yaml", "train.devices=2", "train.strategy=ddp", "train.max_steps=100000")
+    wait_for(process, 1)
+    [other] = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    os.kill(process.pid if first else other, signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    if first:
+        assert "attnzoo:" not in err
+    else:
+        assert process.returncode == 1
+        assert err.count("attnzoo: ") == 1
+        assert "attnzoo: another process of this training ended, and the rest can't go on" in err
+        assert f"attnzoo train --resume {folder(1).path}" in err
+    assert "Traceback" not in err

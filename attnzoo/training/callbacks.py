@@ -163,10 +163,10 @@ class Checkpoints(Callback):
     def _end_step(self, trainer: pl.Trainer, better: bool) -> None:
         step, asked = trainer.global_step, self.stop.asked(trainer)
         if asked or better or step % self.every == 0 or step >= trainer.max_steps:
-            with together():
+            with together(self.folder.path):
                 self.sync()
             trainer.save_checkpoint(self.folder.checkpoint(step))
-            with together():
+            with together(self.folder.path):
                 if trainer.is_global_zero:
                     self._arrange(step)
         if asked:

@@ -19,6 +19,7 @@ from attnzoo.training.progress import ProgressBar, ProgressLines
 from attnzoo.training.resume import Start
 from attnzoo.training.runs import RunFolder
 from attnzoo.training.stopping import Interrupted, Stop
+from attnzoo.training.strategies import is_loss_of_process
 from attnzoo.training.trainer import make_trainer, score_test
 
 
@@ -73,6 +74,8 @@ def explained(folder: RunFolder) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(f"can't write {error.filename or folder.path}: {error.strerror or error}") from error
     except RuntimeError as error:
+        if is_loss_of_process(error):
+            raise TrainingError(f"another process of this training ended, and the rest can't go on ({error})") from error
         if "DataLoader worker (pid" not in str(error):  # nor is it what happened inside one
             raise
         raise TrainingError(
@@ -114,6 +117,11 @@ def fit_and_test(
 def follow(module: TrainingModule, here: Machine, start: Start) -> dict[str, Any]:
     """What all processes but the first one do."""
     stop = Stop()
-    with contextlib.suppress(KeyboardInterrupt, SystemExit, TrainingError):  # the first one says why
+    try:
         fit_and_test(module, here, start, StepRows(), Checkpoints(None, module.experiment.settings, stop), stop, {})
+    except (KeyboardInterrupt, SystemExit, TrainingError):
+        pass  # the first one says why
+    except RuntimeError as error:
+        if not is_loss_of_process(error):
+            raise
     return {}

@@ -28,9 +28,11 @@ def make_strategy(settings: TrainSettings, here: Machine) -> Strategy | str:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(where: Path) -> Iterator[None]:
     """Ends all processes with one message where a file of any can't be written; each waits here for the others.
 
+    Args:
+        where: the file or its folder, as a full disk doesn't say.
     Raises:
         TrainingError: on each process.
     """
@@ -38,7 +40,7 @@ def together() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        problem = f"can't write {error.filename}: {error.strerror or error}"
+        problem = f"can't write {error.filename or where}: {error.strerror or error}"
     found = [problem]
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         found *= torch.distributed.get_world_size()
@@ -47,11 +49,16 @@ def together() -> Iterator[None]:
         raise TrainingError(problem)
 
 
+def is_loss_of_process(error: RuntimeError) -> bool:
+    """Whether an error says that another process of the training is gone."""
+    return isinstance(error, torch.distributed.DistError) or "remote worker" in str(error)  # in gloo's words
+
+
 class Replicated(DDPStrategy):
     """Every process has the whole model, and the first one saves it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        with together():
+        with together(Path(filepath)):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
@@ -61,12 +68,12 @@ class Sharded(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = Path(filepath)
         beside = path.with_name(f"{path.name}.part")
-        with together():
+        with together(path):
             if self.is_global_zero and beside.exists():
                 shutil.rmtree(beside)
-        with together():
+        with together(path):
             checkpoints.save(shards.own(checkpoint), checkpoints.part(beside, self.global_rank, self.world_size))
-        with together():
+        with together(path):
             if self.is_global_zero:
                 durable.remove(path)
                 os.replace(beside, path)
