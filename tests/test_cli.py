@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import torch
 
 import attnzoo
 from attnzoo import testing
+from attnzoo.cli.train import memory, scaled
 from attnzoo.tasks import needle
 from attnzoo.testing import PROMISES
 from attnzoo.training.recipe import load
@@ -279,11 +281,26 @@ def test_train_with_json_writes_the_summary_and_nothing_else(run, somewhere):
 def test_a_dry_run_builds_everything_and_writes_nothing(run):
     status, out, err = run("train", "tiny.yaml", "--dry-run", "train.precision=16-mixed")
     assert status == 0
-    assert "parameters" in out
+    table = {line[:12].strip(): line[12:] for line in out.splitlines()}
+    assert list(table) == ["variant", "pattern", "density", "parameters", "precision", "work", "memory"]
+    assert re.fullmatch(r"[\d.]+ MFLOP a step", table["work"])
+    sizes = r"about [\d.]+ MiB: [\d.]+ MiB for weights, gradients and optimizer, [\d.]+ [KM]iB for activations"
+    assert re.fullmatch(sizes, table["memory"])
     assert "bf16-mixed (instead of 16-mixed)" in out
     assert "nothing was trained or written" in err
-    assert json.loads(run("train", "tiny.yaml", "--dry-run", "--json")[1])["status"] == "dry run"
+    summary = json.loads(run("train", "tiny.yaml", "--dry-run", "--json")[1])
+    assert summary["status"] == "dry run"
+    assert summary["flops_per_step"] > 0
+    assert set(summary["memory_mib"]) == {"weights_gradients_optimizer", "activations"}
     assert not os.path.exists("runs")
+
+
+def test_costs_are_shown_in_units_that_fit():
+    assert [scaled(amount, "FLOP", 1000, " kMG") for amount in (7, 9940, 999_000, 2e9, 3e13)] == [
+        "7.0 FLOP", "9.9 kFLOP", "999 kFLOP", "2.0 GFLOP", "30000 GFLOP",
+    ]  # fmt: skip
+    said = "about 2.0 GiB on each device: 12 MiB for weights, gradients and optimizer, 2.0 GiB for activations"
+    assert memory(12, 2036, devices=2) == said
 
 
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)])

@@ -1,6 +1,7 @@
 """The transformer around any attention."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def spread(model):
     return model
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "attention"])
 def test_pieces_read_with_caches_give_what_the_whole_gives(checkpointing):
     model = spread(make(causal=True, pooling="every", gradient_checkpointing=checkpointing)).double()
     caches = model.new_caches(3, LENGTH)
@@ -146,18 +147,25 @@ def test_checkpointing_changes_no_gradient_also_where_the_input_needs_none():
         model = make(dropout=0.3, gradient_checkpointing=checkpointing)
         model.token_embedding.requires_grad_(False)
         model.position_embedding.requires_grad_(False)
-        calls = []
+        calls = Counter()
         for layer in model.layers:
-            layer.widen.register_forward_hook(lambda *_: calls.append(1))
+            layer.widen.register_forward_pre_hook(lambda *_: calls.update(["feed-forward"]))
+            layer.attention.register_forward_pre_hook(lambda *_: calls.update(["attention"]))
         torch.manual_seed(3)
         F.cross_entropy(model(tokens()), torch.tensor([0, 1, 2])).backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, len(calls)
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, calls
 
-    (plain, once), (recomputed, twice) = gradients(False), gradients(True)
-    assert (once, twice) == (2, 4)
+    plain, once = gradients(False)
+    assert once == {"attention": 2, "feed-forward": 2}
     assert all(gradient is not None and gradient.any() for name, gradient in plain.items() if "k_proj.bias" not in name)
-    for name, gradient in plain.items():
-        torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=0)
+    for checkpointing, twice in (
+        (True, {"attention": 4, "feed-forward": 4}),
+        ("attention", {"attention": 4, "feed-forward": 2}),
+    ):
+        recomputed, calls = gradients(checkpointing)
+        assert calls == twice
+        for name, gradient in plain.items():
+            torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=0)
 
 
 def test_every_parameter_learns():

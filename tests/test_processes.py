@@ -184,6 +184,6 @@ def test_the_death_of_one_process_ends_the_other_with_one_message_at_most(start,
     else:
         assert process.returncode == 1
         assert err.count("attnzoo: ") == 1
-        assert "attnzoo: another process of this training ended, and the rest can't go on" in err
+        assert "attnzoo: another process of this training ended, the rest can't go on" in err
         assert f"attnzoo train --resume {folder(1).path}" in err
     assert "Traceback" not in err

@@ -63,6 +63,7 @@ class Everything:
         number: float = 0.5,
         limit: float | None = None,
         flag: bool = False,
+        again: bool | Literal["some"] = False,
         kind: Literal["a", "no", "32", "16-mixed"] = "a",
         level: Literal[1, 2] = 1,
         devices: int | Literal["auto"] = "auto",
@@ -308,6 +309,10 @@ class TestValues:
             ("flag: yes", True),
             ("flag: off", False),
             ("flag: True", True),
+            ("again: some", "some"),
+            ("again: 'some'", "some"),
+            ("again: true", True),
+            ("again: off", False),
             ("kind: no", "no"),
             ("kind: 16-mixed", "16-mixed"),
             ("kind: 32", "32"),
@@ -339,6 +344,7 @@ class TestValues:
             ),
             *(f"number: {text}" for text in ("true", "abc", "null", "1:30", "010", "[0.5]", "1" + "0" * 400)),
             *(f"flag: {text}" for text in ("1", "0", "2", "'1'", "1.0", "maybe", "null")),
+            *(f"again: {text}" for text in ("1", "0", "1.0", "sme", "null", "[some]")),
             *(f"word: {text}" for text in ("null", "[a]", "{a: b}")),
             *(f"kind: {text}" for text in ("b", "null", "16", "true")),
             *(f"level: {text}" for text in ("3", "true", "1.0")),
@@ -369,6 +375,8 @@ class TestValues:
             RecipeError, match=r"wants 'a' \| 'no' \| '32' \| '16-mixed', not '16-mixd' \(did you mean '16-mixed'\?\)"
         ):
             everything("kind: 16-mixd")
+        with pytest.raises(RecipeError, match=r"wants bool \| 'some', not 'sme' \(did you mean 'some'\?\)$"):
+            everything("again: sme")
 
     @pytest.mark.parametrize(
         ("value", "message"),

@@ -1,6 +1,7 @@
 """`attnzoo train`: from a recipe to a run folder, or on from where a run stopped."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,9 @@ def train(
         list[str] | None,
         typer.Option(metavar="SECTION.KEY", help="With --resume: train.max_steps may be another than before."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build everything, train and write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would take; train and write nothing.")
+    ] = False,
     runs: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
     json: Json = False,
 ) -> None:
@@ -69,12 +72,11 @@ def train(
 
 def rehearse(recipe: "Recipe") -> dict[str, Any]:
     """What a training would be; nothing is trained or written."""
-    from attnzoo.training import experiment, machine
+    from attnzoo.training import costs, experiment, machine
 
     built = experiment.build(recipe.sections)
     here = machine.choose(built.settings)
-    built.rehearse()
-    return {**experiment.about(recipe, built, here), "status": "dry run"}
+    return {**experiment.about(recipe, built, here), **costs.count(built, here), "status": "dry run"}
 
 
 def rows(summary: dict[str, Any]) -> dict[str, str]:
@@ -88,9 +90,30 @@ def rows(summary: dict[str, Any]) -> dict[str, str]:
         "parameters": f"{summary['parameters']:,}",
         "precision": effective if requested == effective else f"{effective} (instead of {requested})",
     }
+    if "flops_per_step" in summary:
+        found["work"] = f"{scaled(summary['flops_per_step'], 'FLOP', 1000, ' kMGTPE')} a step"
+        found["memory"] = memory(**summary["memory_mib"], devices=summary["devices"])
     if summary.get("ms_per_step") is not None:
         found["time"] = f"{summary['ms_per_step']:.0f} ms a step, {summary['steps']} steps"
         found["peak memory"] = f"{summary['peak_memory_mib']:.0f} MiB ({summary['peak_memory_of']})"
     if "run" in summary:
         found["run"] = summary["run"]
     return found
+
+
+def memory(weights_gradients_optimizer: float, activations: float, devices: int) -> str:
+    """What a step holds at once, in MiB, as a reader would say it."""
+    total, held, computed = (
+        scaled(mib * 2**20, "B", 1024, (" ", "Ki", "Mi", "Gi", "Ti"))
+        for mib in (weights_gradients_optimizer + activations, weights_gradients_optimizer, activations)
+    )
+    each = " on each device" if devices > 1 else ""
+    return f"about {total}{each}: {held} for weights, gradients and optimizer, {computed} for activations"
+
+
+def scaled(amount: float, unit: str, step: int, prefixes: Sequence[str]) -> str:
+    """An amount with the largest prefix of which there is one at least."""
+    power = 0
+    while amount >= step and power + 1 < len(prefixes):
+        amount, power = amount / step, power + 1
+    return f"{amount:.{0 if amount >= 10 else 1}f} {prefixes[power].strip()}{unit}"

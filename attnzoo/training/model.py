@@ -11,12 +11,13 @@ from torch.utils.checkpoint import checkpoint
 from attnzoo import registry
 from attnzoo.attention import Attention
 from attnzoo.cache import Cache
-from attnzoo.errors import InputError, NotSupportedError
+from attnzoo.errors import InputError, NotSupportedError, OptionError
 from attnzoo.options import choice, options, share, whole
 from attnzoo.positions import count_visible
 from attnzoo.scope import check_key_mask
 
 Positions = Literal["learned", "rotary", "alibi", "none"]
+Checkpointing = bool | Literal["attention"]
 
 
 class Transformer(nn.Module):
@@ -32,7 +33,8 @@ class Transformer(nn.Module):
             draw different patterns.
         dropout: on the embedding, the branches and inside the feed-forward; the attention has its own for its weights.
         positions: "learned" adds an embedding of the position, "rotary" and "alibi" are up to the attention.
-        gradient_checkpointing: recompute each layer in the backward pass instead of keeping what it computed.
+        gradient_checkpointing: recompute each layer in the backward pass instead of keeping what it computed;
+            "attention" recomputes its attention alone, and keeps what the feed-forward computed.
     Raises:
         OptionError: an option is impossible, or the attention refuses its own.
     """
@@ -51,13 +53,17 @@ class Transformer(nn.Module):
         feed_forward: int = 256,
         dropout: float = 0.0,
         positions: Positions = "learned",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = False,
     ) -> None:
         super().__init__()
         whole("layers", layers)
         whole("feed_forward", feed_forward)
         share("dropout", dropout)
         choice("positions", positions, ("learned", "rotary", "alibi", "none"))
+        if not isinstance(gradient_checkpointing, bool) and gradient_checkpointing != "attention":
+            raise OptionError(
+                f"gradient_checkpointing must be true, false or 'attention', not {gradient_checkpointing!r}"
+            )
         self.length = length
         self.pooling = pooling
         self.gradient_checkpointing = gradient_checkpointing
@@ -119,11 +125,12 @@ class Transformer(nn.Module):
             hidden = hidden + self.position_embedding(count_visible(length, key_mask, None, tokens.device)[:, before:])
         hidden = self.dropout(hidden)
         each: Sequence[Cache | None] = caches or [None] * len(self.layers)
+        again = self.gradient_checkpointing if torch.is_grad_enabled() and not caches else False
         for layer, cache in zip(self.layers, each, strict=True):
-            if self.gradient_checkpointing and torch.is_grad_enabled() and cache is None:
+            if again is True:
                 hidden = checkpoint(layer, hidden, key_mask, use_reentrant=False)
             else:
-                hidden = layer(hidden, key_mask, cache)
+                hidden = layer(hidden, key_mask, cache, attention_again=again == "attention")
         if self.pooling == "first":
             hidden = hidden[:, 0]
         return self.head(self.final_norm(hidden))
@@ -142,11 +149,30 @@ class Layer(nn.Module):
         self.narrow = nn.Linear(feed_forward, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, hidden: Tensor, key_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), key_mask=key_mask, cache=cache)
+    def forward(
+        self,
+        hidden: Tensor,
+        key_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        *,
+        attention_again: bool = False,
+    ) -> Tensor:
+        """Tokens [b, t, e] to tokens [b, t, e].
+
+        Args:
+            attention_again: compute the attention once more in the backward pass, instead of keeping what it needs.
+        """
+        if attention_again:
+            attended = checkpoint(self.attend, hidden, key_mask, use_reentrant=False)
+        else:
+            attended = self.attend(hidden, key_mask, cache)
         hidden = hidden + self.dropout(attended)
         inner = self.dropout(self.activation(self.widen(self.feed_forward_norm(hidden))))
         return hidden + self.dropout(self.narrow(inner))
+
+    def attend(self, hidden: Tensor, key_mask: Tensor | None, cache: Cache | None = None) -> Tensor:
+        """What the attention adds to its input."""
+        return self.attention(self.attention_norm(hidden), key_mask=key_mask, cache=cache)
 
 
 def attention_options(attention: Mapping[str, Any], layer: int) -> dict[str, Any]:

@@ -75,7 +75,9 @@ def explained(folder: RunFolder) -> Iterator[None]:
         raise TrainingError(f"can't write {error.filename or folder.path}: {error.strerror or error}") from error
     except RuntimeError as error:
         if is_loss_of_process(error):
-            raise TrainingError(f"another process of this training ended, and the rest can't go on ({error})") from error
+            raise TrainingError(
+                f"another process of this training ended, the rest can't go on ({error})"
+            ) from error
         if "DataLoader worker (pid" not in str(error):  # nor is it what happened inside one
             raise
         raise TrainingError(

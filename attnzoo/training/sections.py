@@ -34,7 +34,7 @@ TAKEN = {
     "train": {},
 }
 REFERENCE = re.compile(r"(?<!\\)\$\{\.*\w+(\.\w+)*\}")
-YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
+YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 Plain = dict[str, dict[str, typing.Any]]
 
@@ -202,8 +202,11 @@ def _meant(marked: Marked, kind: typing.Any) -> object:
         return marked.text
     if isinstance(value, str) and str not in members and re.fullmatch(r"[-+]?0[0-9_]+", value):
         raise ValueError("a leading zero means octal to some readers")
-    if kind is bool and not isinstance(value, bool) and str(value).lower() not in YES_OR_NO:
-        raise ValueError("a number is no yes or no")
+    if bool in members and str not in members:
+        if (word := str(value).lower()) in YES + NO:
+            return word in YES
+        if kind is bool:
+            raise ValueError("a number is no yes or no")
     return float(value) if type(value) is int and float in members and int not in members else value
 
 

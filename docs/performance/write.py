@@ -133,7 +133,7 @@ if __name__ == "__main__":
         if not given.again and given.only.lower() in measurement.title.lower():
             print(f"{time.monotonic() - start:4.0f} s  {measurement.title}", file=sys.stderr)
             kept[measurement.title] = run(measurement.command)
-    MEASURED.write_text(json.dumps(kept, indent=1) + "\n")
     results = [(measurement, kept[measurement.title]) for measurement in MEASUREMENTS if measurement.title in kept]
+    MEASURED.write_text(json.dumps({measurement.title: result for measurement, result in results}, indent=1) + "\n")
     PAGE.write_text(page(results))
     README.write_text(replaced(README.read_text(), table(results)))
