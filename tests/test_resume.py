@@ -17,6 +17,7 @@ from attnzoo.tasks import needle
 from attnzoo.training import trainer
 from attnzoo.training.module import TrainingModule, lr_factor
 from attnzoo.training.recipe import load
+from attnzoo.training.resume import refuse_changes
 from attnzoo.training.runs import RunFolder
 from attnzoo.training.settings import TrainSettings
 from attnzoo.training.train import resume, train
@@ -334,6 +335,14 @@ def test_what_is_no_run_is_refused(run, words, said):
     status, out, err = run("train", *words)
     assert (status, out) == (2, "")
     assert said in err.replace("\n", " ")
+
+
+def test_a_run_from_before_a_setting_had_its_default():
+    now = load("tiny.yaml").sections
+    saved = {**now, "train": {name: value for name, value in now["train"].items() if name != "compile"}}
+    refuse_changes(folder(), saved, now, ())
+    with pytest.raises(RecipeError, match=r"train.compile was False and is True now"):
+        refuse_changes(folder(), saved, load("tiny.yaml", ["train.compile=true"]).sections, ())
 
 
 def test_a_recipe_edited_in_the_run_folder_is_refused(run):

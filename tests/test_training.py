@@ -65,7 +65,23 @@ def test_all_that_is_impossible_is_said_at_once():
 
 
 @pytest.mark.parametrize(
-    "given", [{"clip": None}, {"warmup_steps": 0}, {"weight_decay": 0}, {"devices": "auto"}, {"lr": 1}]
+    ("given", "said"),
+    [
+        ({"compile": 1}, "compile must be true or false, not 1"),
+        ({"cudnn_benchmark": None}, "cudnn_benchmark must be true or false, not None"),
+        ({"loggers": "wandb"}, "loggers must be a list of some of 'tensorboard', 'wandb', 'mlflow' or null"),
+        ({"loggers": ["tensorbord"]}, "did you mean 'tensorboard'"),
+        ({"loggers": ["wandb", "wandb"]}, "names each once"),
+    ],
+)
+def test_options_of_speed_and_loggers_are_checked(given, said):
+    with pytest.raises(OptionError, match=said):
+        TrainSettings(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"clip": None}, {"warmup_steps": 0}, {"weight_decay": 0}, {"devices": "auto"}, {"lr": 1}, {"loggers": []}],
 )
 def test_limits_that_have_a_meaning_are_allowed(given):
     assert TrainSettings(**given)

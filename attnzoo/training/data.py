@@ -132,12 +132,14 @@ class Batches(pl.LightningDataModule):
         return self._loader(share, range(len(share)))
 
     def _loader(self, items: Dataset, order: Iterable[int]) -> DataLoader:
+        assert self.trainer is not None
         return DataLoader(
             items,
             batch_size=self.settings.batch_size // self._place[1],
             sampler=order,
             num_workers=self.settings.workers,
             persistent_workers=self.settings.workers > 0,
+            pin_memory=self.trainer.strategy.root_device.type == "cuda",
             worker_init_fn=heed_training_alone,
             generator=torch.Generator(),  # its own, to leave alone torch's, on which dropout depends
         )

@@ -1,11 +1,13 @@
 """What Lightning trains: a recipe's model with its loss, metrics, optimizer and schedule."""
 
+import contextlib
 import math
 import random
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection
 
 from attnzoo.errors import TrainingError
-from attnzoo.training import experiment
+from attnzoo.training import compiling, experiment
 from attnzoo.training.settings import TrainSettings
 
 
@@ -33,13 +35,14 @@ class TrainingModule(pl.LightningModule):
         self.test_scores = Scores(self.experiment.task.metrics())
 
     def configure_model(self) -> None:
-        """Shards the parameters where the strategy is fsdp."""
-        if self.device_mesh is None or isinstance(self.model, FSDPModule):
-            return
-        shards = self.device_mesh["data_parallel"]
-        for layer in self.model.layers:
-            fully_shard(layer, mesh=shards)
-        fully_shard(self.model, mesh=shards)
+        """Shards the parameters where the strategy is fsdp, and compiles what is trained where that is asked for."""
+        if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
+            shards = self.device_mesh["data_parallel"]
+            for layer in self.model.layers:
+                fully_shard(layer, mesh=shards)
+            fully_shard(self.model, mesh=shards)
+        if self.experiment.settings.compile and self.trainer.state.fn == TrainerFn.FITTING:
+            compiling.compile_layers(self.model.layers)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.experiment.task.facts()
@@ -68,17 +71,23 @@ class TrainingModule(pl.LightningModule):
         self._stop_unless_finite(mean, f"the training loss is {mean} at step {self.trainer.global_step + 1}")
         return {"loss": loss, "mean": mean}
 
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stops before a gradient that is not finite reaches the weights; fp16's loss scaler skips those itself."""
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            return
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Stops before a gradient that is not finite reaches the weights, and clips the others; one norm for both."""
         norm = nn.utils.get_total_norm(
             [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         )
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self._stop_unless_finite(
-            norm.item(), f"the norm of the gradients is {norm.item()} at step {self.trainer.global_step + 1}"
-        )
+        if not self._scales_loss:  # which skips such a step itself
+            found = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+            self._stop_unless_finite(
+                found, f"the norm of the gradients is {found} at step {self.trainer.global_step + 1}"
+            )
+        if gradient_clip_val is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._score(self.valid_scores, batch)
@@ -94,9 +103,15 @@ class TrainingModule(pl.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         settings = self.experiment.settings
-        optimizer = torch.optim.AdamW(parameter_groups(self.model, settings.weight_decay), lr=settings.lr)
+        groups = parameter_groups(self.model, settings.weight_decay)
+        optimizer = adamw(groups, settings.lr, fused=not self._scales_loss)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, settings))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def _scales_loss(self) -> bool:
+        """Whether fp16's loss scaler is at work."""
+        return getattr(self.trainer.precision_plugin, "scaler", None) is not None
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
         return self.model(batch["tokens"], batch.get("key_mask")).float()
@@ -170,6 +185,14 @@ def lr_factor(step: int, settings: TrainSettings) -> float:
         return (step + 1) / settings.warmup_steps
     before = max(settings.warmup_steps - 1, 0)
     return (1 + math.cos(math.pi * min(1, (step - before) / (settings.max_steps - before)))) / 2
+
+
+def adamw(groups: list[dict[str, Any]], lr: float, *, fused: bool) -> torch.optim.AdamW:
+    """AdamW in one kernel for all parameters where that is wanted and torch has one for where they are."""
+    if fused:
+        with contextlib.suppress(RuntimeError):
+            return torch.optim.AdamW([dict(group) for group in groups], lr=lr, fused=True)
+    return torch.optim.AdamW(groups, lr=lr)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

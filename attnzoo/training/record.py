@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnzoo.errors import TrainingError
-from attnzoo.training import curves, experiment
+from attnzoo.training import compiling, curves, experiment
 from attnzoo.training.callbacks import Checkpoints, StepRows
 from attnzoo.training.data import Batches
+from attnzoo.training.loggers import Loggers
 from attnzoo.training.machine import Machine
 from attnzoo.training.metrics_file import MetricsFile
 from attnzoo.training.module import DivergedError, TrainingModule
@@ -33,8 +34,15 @@ def record(module: TrainingModule, here: Machine, folder: RunFolder, start: Star
         folder.write_recipe(start.recipe.to_yaml())
         metrics = MetricsFile(folder.metrics, ["step", "train_loss", "lr", "ms", *scores], after=start.step)
         shown = ProgressBar(settings.max_steps) if bar else ProgressLines(settings.max_steps, settings.valid_every)
-        steps, stop = StepRows(metrics.add, shown, after=start.step), Stop()
-        checkpoints = Checkpoints(folder, settings, stop, sync=metrics.sync)
+        name = f"{start.recipe.name}/{folder.path.resolve().name}"
+        logged = Loggers(settings.loggers or (), folder.path, name, start.recipe.sections, start.step)
+        steps, stop = StepRows(metrics.add, shown, logged, after=start.step), Stop()
+
+        def sync() -> None:
+            metrics.sync()
+            logged.sync()
+
+        checkpoints = Checkpoints(folder, settings, stop, sync)
         summary["status"] = "failed"
         try:
             fit_and_test(module, here, start, steps, checkpoints, stop, summary)
@@ -53,7 +61,8 @@ def record(module: TrainingModule, here: Machine, folder: RunFolder, start: Star
                 "peak_memory_mib": here.peak_memory_mib(),
             }
             curves.draw(columns, folder.curves, f"{summary['recipe']}: {summary['pattern']}")
-            folder.write_summary(summary)  # at last, because it says that all is done
+            folder.write_summary(summary)  # after the others, because it says that all is done
+            logged.close(summary)  # at last, because it may wait for a network
     return summary
 
 
@@ -75,9 +84,7 @@ def explained(folder: RunFolder) -> Iterator[None]:
         raise TrainingError(f"can't write {error.filename or folder.path}: {error.strerror or error}") from error
     except RuntimeError as error:
         if is_loss_of_process(error):
-            raise TrainingError(
-                f"another process of this training ended, the rest can't go on ({error})"
-            ) from error
+            raise TrainingError(f"another process of this training ended, the rest can't go on ({error})") from error
         if "DataLoader worker (pid" not in str(error):  # nor is it what happened inside one
             raise
         raise TrainingError(
@@ -99,7 +106,7 @@ def fit_and_test(
     batches = Batches(module.experiment.task, settings)
     trainer = make_trainer(settings, here, steps, checkpoints, stop)
     try:
-        with stop:
+        with stop, compiling.explained():
             trainer.fit(module, datamodule=batches, ckpt_path=start.checkpoint, weights_only=True)
             test = score_test(trainer, module, batches, checkpoints.chosen)
     except DivergedError as error:

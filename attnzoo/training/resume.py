@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.errors import OptionError, RecipeError
+from attnzoo.options import options
 from attnzoo.training.recipe import Recipe, load
 from attnzoo.training.runs import RunFolder
 from attnzoo.training.sections import Plain
+from attnzoo.training.settings import TrainSettings
 
-FREE = ("train.workers", "train.checkpoint_every", "train.keep_best")
+FREE = ("train.workers", "train.checkpoint_every", "train.keep_best", "train.loggers")
 """What may differ from the settings of the run, because nothing that is learned depends on it."""
+DEFAULTS = {f"train.{name}": option.default for name, option in options(TrainSettings).items()}
+"""What held for a run from before there was such a setting."""
 ALLOWED = ("train.max_steps",)
 """What may differ if it is allowed by name."""
 
@@ -79,7 +83,7 @@ def refuse_changes(folder: RunFolder, saved: Plain, now: Plain, allowed: Sequenc
     lines = []
     for key in keys:
         section, _, name = key.partition(".")
-        old, new = saved[section].get(name), now[section].get(name)
+        old, new = saved[section].get(name, DEFAULTS.get(key)), now[section].get(name)
         if old != new and key not in (*FREE, *allowed):
             hint = f" (--allow-change {key} goes on with it)" if key in ALLOWED else ""
             lines.append(f"  {key} was {old!r} and is {new!r} now{hint}")

@@ -10,6 +10,7 @@ from attnzoo.errors import OptionError
 from attnzoo.options import choice, whole
 
 Precision = Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true"]
+Logger = Literal["tensorboard", "wandb", "mlflow"]
 
 LEAST = {
     "max_steps": 1,
@@ -45,6 +46,9 @@ class TrainSettings:
         checkpoint_every: optimizer steps from one checkpoint to the next; null: as many as `valid_every`.
         keep_best: checkpoints of the lowest validation losses to keep, besides the newest.
         workers: processes that load data beside each training process.
+        compile: compile each layer with `torch.compile`, which takes its time at the first steps.
+        cudnn_benchmark: let cuDNN try its algorithms and take the fastest, which may differ from run to run.
+        loggers: where each row of metrics.csv goes too; each needs the extra of its name.
     Raises:
         OptionError: a value is impossible; one message names all of them.
     """
@@ -66,6 +70,9 @@ class TrainSettings:
     checkpoint_every: int | None = None
     keep_best: int = 1
     workers: int = 0
+    compile: bool = False
+    cudnn_benchmark: bool = False
+    loggers: list[Logger] | None = None
 
     def __post_init__(self) -> None:
         problems = [str(problem) for problem in self._problems()]
@@ -81,13 +88,31 @@ class TrainSettings:
             checks.append((_number, "clip", False))
         if self.checkpoint_every is not None:
             checks.append((whole, "checkpoint_every", 1))
+        if self.loggers is not None:
+            checks.append((_words, "loggers", typing.get_args(Logger)))
         if self.devices != "auto":
             checks.append((whole, "devices", 1))
+        checks += [(_yes_or_no, name, None) for name in ("compile", "cudnn_benchmark")]
         for check, name, limit in checks:
             try:
                 check(name, getattr(self, name), limit)
             except OptionError as problem:
                 yield problem
+
+
+def _yes_or_no(name: str, value: object, _: None) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be true or false, not {value!r}")
+
+
+def _words(name: str, value: object, among: tuple[str, ...]) -> None:
+    """Checks a list of words that mean something, each once."""
+    if not isinstance(value, list):
+        raise OptionError(f"{name} must be a list of some of {', '.join(map(repr, among))} or null, not {value!r}")
+    for word in value:
+        choice(name, word, among)
+    if len(set(value)) < len(value):
+        raise OptionError(f"{name} must be a list that names each once, not {value!r}")
 
 
 def _number(name: str, value: object, zero_too: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from attnzoo.errors import RecipeError
-from attnzoo.training import experiment, machine
+from attnzoo.training import experiment, loggers, machine
 from attnzoo.training.machine import Machine
 from attnzoo.training.module import TrainingModule
 from attnzoo.training.recipe import Recipe
@@ -85,6 +85,7 @@ def build(start: Start) -> tuple[TrainingModule, Machine]:
     module = TrainingModule(start.recipe.sections)
     settings = module.experiment.settings
     here = machine.choose(settings)
+    loggers.check_installed(settings)
     module.experiment.rehearse()
     if start.task is not None and start.task != module.experiment.task.facts():
         raise RecipeError("the data has changed since the run began: it can't go on as it would have")

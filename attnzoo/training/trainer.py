@@ -34,6 +34,7 @@ def make_trainer(settings: TrainSettings, here: Machine, *callbacks: pl.Callback
         num_nodes=settings.num_nodes,
         strategy=make_strategy(settings, here),
         precision=here.precision,
+        benchmark=settings.cudnn_benchmark,
         max_steps=settings.max_steps,
         accumulate_grad_batches=settings.accumulate,
         gradient_clip_val=settings.clip,

@@ -308,4 +308,18 @@ MEASUREMENTS = (
             *again("each layer again", "`vanilla`, `gradient_checkpointing=true`"),
         ),
     ),
+    Measurement(
+        "A training against the same steps in a bare loop",
+        "python docs/performance/throughput.py",
+        tuple(
+            Figure(
+                f"`attnzoo train {recipe}`, a step: a bare loop",
+                "x",
+                1.1,
+                of_labels("cpu_ms", f"{recipe}, training", f"{recipe}, bare loop"),
+                True,
+            )
+            for recipe in ("bigbird", "vanilla", "kv_cached")
+        ),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and the table in the README: `make performance` (about a quarter of an hour)."""
+"""Writes docs/performance.md and the table in the README: `make performance` (about twenty minutes)."""
 
 import argparse
 import json
@@ -36,9 +36,10 @@ fresh process, as the operating system counts it. Sizes are 1 sequence, 8 heads 
 COLUMNS = {
     "label": "", "mode": "mode", "length": "tokens", "pairs_share": "pairs", "time_ms": "ms", "spread": "±",
     "ms": "ms", "cpu_ms": "CPU ms", "times_subject": "times", "times": "times", "rate_share": "of peak",
-    "tokens_a_second": "tokens a second", "parameters": "parameters", "peak_mib": "peak MiB",
+    "loading_share": "loading", "tokens_a_second": "tokens a second", "parameters": "parameters",
+    "peak_mib": "peak MiB",
 }  # fmt: skip
-PERCENT = ("pairs_share", "spread", "rate_share")
+PERCENT = ("pairs_share", "spread", "rate_share", "loading_share")
 
 
 def run(command: str) -> Result:
