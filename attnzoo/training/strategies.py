@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,8 @@ class Sharded(ModelParallelStrategy):
         path = Path(filepath)
         beside = path.with_name(f"{path.name}.part")
         with together(path):
-            if self.is_global_zero and beside.exists():
-                shutil.rmtree(beside)
+            if self.is_global_zero:
+                durable.remove(beside)
         with together(path):
             checkpoints.save(shards.own(checkpoint), checkpoints.part(beside, self.global_rank, self.world_size))
         with together(path):
