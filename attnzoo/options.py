@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -101,6 +102,14 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(words), n=1)), None)
 
 
+def meanings(text: str) -> dict[str, str]:
+    """What a docstring says about each argument."""
+    section = re.search(r"^Args:\n((?: .*\n?|\n)+)", text, re.MULTILINE)
+    entries = re.split(r"^ {4}(?=\w+:)", section.group(1), flags=re.MULTILINE) if section else []
+    pairs = (entry.partition(":") for entry in entries if ":" in entry)
+    return {option: " ".join(meaning.split()) for option, _, meaning in pairs}
+
+
 def recipe_schema(factory: Callable, taken: Collection[str] = ()) -> type:
     """A dataclass to check a recipe section against: the factory's options less those taken elsewhere.
 
@@ -164,7 +173,9 @@ def _is_plain(kind: typing.Any) -> bool:
 def _type_name(kind: typing.Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return " | ".join(map(repr, typing.get_args(kind)))
-    if typing.get_origin(kind) is not None:
+    if (origin := typing.get_origin(kind)) in (list, tuple, dict):
+        return f"{origin.__name__}[{', '.join(map(_type_name, typing.get_args(kind)))}]"
+    if origin is not None:
         return str(kind).replace("typing.", "")
     return "None" if kind is type(None) else getattr(kind, "__name__", str(kind))
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -123,6 +124,14 @@ def test_what_a_kill_left_half_done_is_set_right(folder):
 # Damage
 
 
+def from_step_6(path):
+    """Takes another checkpoint's content, which fits its digest."""
+    other = Path(str(path).replace("step-8", "step-6"))
+    shutil.copy(other, path)
+    digest = checkpoints.digest_of(other).read_text()
+    checkpoints.digest_of(path).write_text(digest.replace(other.name, path.name))
+
+
 def truncated(path):
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -146,6 +155,11 @@ def replaced(path):
         (flipped, "step-8.ckpt is damaged: it differs from its digest"),
         (replaced, "step-8.ckpt can't be read as a checkpoint"),
         (Path.unlink, "last.ckpt leads to step-8.ckpt, which is missing"),
+        (from_step_6, "step-8.ckpt is damaged: it holds step 6"),
+        (
+            lambda path: checkpoints.save({"a": 1}, path),
+            "step-8.ckpt is damaged: it holds no best, no global_step",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_newest_good_one_is_used(folder, run, harm, said):
@@ -167,6 +181,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_good_one_is_used(folder, r
         (flipped, "0-of-1.ckpt is damaged: it differs from its digest"),
         (Path.unlink, "step-8.ckpt is damaged: a part of it is missing"),
         (lambda part: part.rename(part.with_name("0-of-2.ckpt")), "step-8.ckpt is damaged: a part of it is missing"),
+        (lambda part: from_step_6(part), "step-8.ckpt is damaged: its parts do not belong together"),
     ],
 )
 def test_a_damaged_part_of_a_checkpoint_in_parts_is_named_and_the_newest_good_one_is_used(folder, run, harm, said):
@@ -219,6 +234,66 @@ def test_a_damaged_best_checkpoint_is_named_and_the_best_of_the_others_is_tested
     assert f"step-{best}.ckpt is damaged" in err
     with warnings.catch_warnings(action="error"):
         assert folder.read_summary()["test"] == evaluate.evaluate(folder.path)["test"]
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_on_to_its_end_again(folder, run):
+    trained("train.valid_every=8")
+    expected = outcome(folder)
+    flipped(folder.checkpoint(8))
+    status, _, err = run("evaluate", str(folder.path))
+    assert status == 2
+    assert "attnzoo train --resume runs/tiny/1 trains what is lost again" in err
+    assert run("train", "--resume", str(folder.path))[0] == 0
+    assert difference(outcome(folder), expected) is None
+
+
+def directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def changed(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("metrics.csv", Path.unlink, "metrics.csv lacks 4 of the 4 steps"),
+        ("metrics.csv", changed(lambda rows: rows.replace(b"2,", b"2,\xff", 1)), "metrics.csv lacks 1 of the 4"),
+        ("metrics.csv", changed(lambda rows: rows + rows), ""),
+        ("curves.png", directory, "can't draw runs/tiny/1/curves.png: Is a directory"),
+        ("checkpoints/step-8.ckpt", directory, "step-8.ckpt is damaged: a part of it is missing"),
+    ],
+)
+def test_what_was_done_to_other_files_costs_no_result(folder, run, name, harm, said):
+    trained("train.keep_best=4")
+    expected = outcome(folder)
+    tell_interrupted(folder)
+    flipped(folder.checkpoint(8))
+    flipped(folder.checkpoint(6))
+    harm(folder.path / name)
+    status, _, err = run("train", "--resume", str(folder.path))
+    assert status == 0
+    assert said in err
+    found = outcome(folder)
+    assert found["summary"] == expected["summary"]
+    assert difference(found["checkpoints"], expected["checkpoints"]) is None
+    if not said:
+        assert found["rows"] == expected["rows"]
+
+
+@pytest.mark.parametrize("harm", [directory, lambda path: path.write_text("[]"), lambda path: path.write_text("{")])
+def test_a_summary_that_is_none_is_refused_with_advice(folder, run, capsys, harm):
+    trained()
+    harm(folder.summary)
+    capsys.readouterr()
+    status, out, err = run("train", "--resume", str(folder.path))
+    assert (status, out) == (2, "")
+    assert err.startswith("attnzoo: runs/tiny/1/summary.json ")
+    assert "delete it to go on" in err
 
 
 class Code:

@@ -266,7 +266,8 @@ def test_train_ends_with_a_table_and_progress_goes_to_stderr(run, somewhere):
     assert "% of the pairs visible" in table["density"]
     assert "ms a step, 4 steps" in table["time"]
     assert (somewhere / table["run"] / "summary.json").exists()
-    assert err.startswith("step 1/4  train loss")
+    assert err.startswith("training in runs/")
+    assert "\nstep 1/4  train loss" in err
 
 
 def test_train_with_json_writes_the_summary_and_nothing_else(run, somewhere):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnzoo.tasks import needle
-from attnzoo.training import checkpoints, loggers
+from attnzoo.training import checkpoints, loggers, machine
 from attnzoo.training.recipe import load
 from attnzoo.training.runs import RunFolder
 from attnzoo.training.train import resume, train
@@ -249,7 +249,7 @@ def test_wandb_is_not_told_again_what_it_knows_of_a_resumed_run(tmp_path, monkey
 
         def __init__(self, *_, **options):
             self.options, self.logged = options, []
-            self.experiment, self.summary = self, {"trainer/global_step": 4}
+            self.experiment, self.summary, self.url = self, {"trainer/global_step": 4}, "https://..."
 
         def log_hyperparams(self, recipe):
             pass
@@ -277,12 +277,13 @@ def test_loggers_may_differ_when_a_training_is_resumed():
 
 @pytest.mark.parametrize("missing", [["wandb"], ["tensorboard", "mlflow"]])
 def test_a_missing_package_is_refused_before_anything_is_written(run, monkeypatch, missing):
-    honest = loggers.find_spec
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None if name in missing else honest(name))
-    status, out, err = run("train", "tiny.yaml", f"train.loggers=[{', '.join(NAMES)}]")
-    assert (status, out) == (2, "")
-    assert f"names {' and '.join(missing)}, for which" in err
-    assert f"pip install 'attnzoo[{','.join(missing)}]'" in err
+    honest = machine.find_spec
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name in missing else honest(name))
+    for more in ([], ["--dry-run"]):
+        status, out, err = run("train", "tiny.yaml", f"train.loggers=[{', '.join(NAMES)}]", *more)
+        assert (status, out) == (2, "")
+        assert f"names {' and '.join(missing)}, for which" in err
+        assert f"pip install 'attnzoo[{','.join(missing)}]'" in err
     assert not Path("runs").exists()
 
 
@@ -314,6 +315,35 @@ def test_a_logger_that_can_not_begin_is_left_out_too(monkeypatch, tmp_path):
     with pytest.warns(UserWarning, match="mlflow gets no more of this training"):
         assert train(recipe("mlflow", "tensorboard"))["status"] == "done"
     assert_same(of_tensorboard(folder()), of_file(folder()))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_down_is_not_waited_for(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    since = time.monotonic()
+    with pytest.warns(UserWarning, match="mlflow gets no more of this training"):
+        assert train(recipe("mlflow"))["status"] == "done"
+    assert time.monotonic() - since < 60, "it tries for minutes, left to itself"
+
+
+def test_wandb_is_left_out_where_it_would_ask_for_a_key(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.warns(UserWarning, match="^wandb gets no more of this training.*set WANDB_MODE=offline$"):
+        assert train(recipe("wandb"))["status"] == "done"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_interrupted_while_a_logger_begins_says_how_to_go_on(run, monkeypatch, name):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loggers.KINDS[name], "__init__", interrupted)
+    status, out, err = run("train", "tiny.yaml", f"train.loggers=[{name}]")
+    assert (status, out) == (130, "")
+    assert "attnzoo train --resume runs/tiny/1" in err
+    assert folder().read_summary()["steps"] == 0
 
 
 def test_a_training_that_diverges_says_so_to_its_loggers(monkeypatch):

@@ -115,12 +115,12 @@ class TestShipped:
 
     def test_a_copy_lists_what_else_may_be_set(self):
         copied = recipe.merged_text("bigbird")
-        assert "  block: 16\n" in copied
-        assert "  # seed: 0\n" in copied
+        assert "  block: 16  # tokens a block.\n" in copied
+        assert re.search(r"^  # seed: 0  # of the weights, ", copied, re.MULTILINE)
         assert "parts" not in copied
 
     def test_a_copy_takes_what_its_comments_offer(self):
-        opened = recipe.merged_text("bigbird").replace("  # ", "  ")
+        opened = re.sub("^  # ", "  ", recipe.merged_text("bigbird"), flags=re.MULTILINE)
         assert recipe.load(write(opened)) == recipe.load("bigbird")
 
     def test_name_that_is_none(self):
@@ -377,6 +377,20 @@ class TestValues:
             everything("kind: 16-mixd")
         with pytest.raises(RecipeError, match=r"wants bool \| 'some', not 'sme' \(did you mean 'some'\?\)$"):
             everything("again: sme")
+
+    @pytest.mark.parametrize(
+        ("given", "hint"),
+        [
+            ("precision=bf16", "'bf16-mixed'"),
+            ("precision=16-true", "'16-mixed'"),
+            ("precision=fp32", "'32-true'"),
+            ("precision=bf16-mixd", "'bf16-mixed'"),
+            ("loggers=wandb", "'[wandb]'"),
+        ],
+    )
+    def test_other_words_for_what_is_meant(self, given, hint):
+        with pytest.raises(RecipeError, match=rf"did you mean {re.escape(hint)}\?"):
+            recipe.load("bigbird", [f"train.{given}"])
 
     @pytest.mark.parametrize(
         ("value", "message"),

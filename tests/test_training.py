@@ -381,6 +381,7 @@ def test_a_signal_ends_the_run_with_its_status(tiny, tmp_path, sent, status):
     tiny()
     command = [sys.executable, "-m", "attnzoo", "train", "tiny.yaml", "train.max_steps=100000", "train.valid_every=50"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "training in runs/tiny/1\n"
         assert process.stderr.readline().startswith("step 1/")
         process.send_signal(sent)
         out, err = process.communicate(timeout=60)
@@ -392,6 +393,14 @@ def test_a_signal_ends_the_run_with_its_status(tiny, tmp_path, sent, status):
 
 
 # Devices
+
+
+def test_as_many_processes_as_torchrun_started_are_asked_for(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match=r"torchrun started 2 processes, but train.devices \(1\) times .* is 1"):
+        machine.choose(TrainSettings())
+    assert machine.choose(TrainSettings(devices=2, accelerator="cpu")).strategy == "ddp"
 
 
 @pytest.mark.parametrize(

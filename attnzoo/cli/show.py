@@ -1,12 +1,12 @@
 """`attnzoo show`: one variant, described and drawn."""
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnzoo.cli.screen import Json, folded, write_json, write_table
+from attnzoo.options import meanings
 
 if TYPE_CHECKING:
     from attnzoo.registry import Description
@@ -38,11 +38,11 @@ def show(
         write_json(as_json(about))
         return
     print(f"{about.name}: {about.summary}\n\noptions")
-    meanings = explained(about.text)
+    meant = meanings(about.text)
     for option in about.options:
         print(f"  {option}")
-        if option.name in meanings:
-            print(folded(meanings[option.name], indent=6))
+        if option.name in meant:
+            print(folded(meant[option.name], indent=6))
     print()
     facts = {"source": about.source, "cost": about.cost}
     facts |= {"supports": ", ".join(about.supports), "does without": ", ".join(about.waives)}
@@ -66,7 +66,7 @@ def show_kernels(subject: str, shape: str, json: bool) -> None:
 
 def as_json(about: "Description") -> dict[str, Any]:
     """A description in plain types."""
-    meanings = explained(about.text)
+    meant = meanings(about.text)
     return {
         "name": about.name,
         "summary": about.summary,
@@ -76,7 +76,7 @@ def as_json(about: "Description") -> dict[str, Any]:
                 "type": option.type,
                 "required": option.required,
                 "default": None if option.required else option.default,
-                "meaning": meanings.get(option.name, ""),
+                "meaning": meant.get(option.name, ""),
             }
             for option in about.options
         ],
@@ -97,11 +97,3 @@ def drawing(name: str) -> str:
     options = ", ".join(f"{option}={value!r}" for option, value in small.items())
     heading = f"{attention.pattern}" + (f"  ({options})" if options else "")
     return f"{heading}\nqueries down, keys across, # = visible\n{attention.draw(TOKENS)}"
-
-
-def explained(text: str) -> dict[str, str]:
-    """What a docstring says about each argument."""
-    section = re.search(r"^Args:\n((?: .*\n?|\n)+)", text, re.MULTILINE)
-    entries = re.split(r"^ {4}(?=\w+:)", section.group(1), flags=re.MULTILINE) if section else []
-    pairs = (entry.partition(":") for entry in entries if ":" in entry)
-    return {option: " ".join(meaning.split()) for option, _, meaning in pairs}

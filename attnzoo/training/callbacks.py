@@ -154,7 +154,7 @@ class Checkpoints(Callback):
 
     def _good(self, step: int) -> bool:
         try:
-            checkpoints.load(self.folder.checkpoint(step), rank=0)
+            self.folder.load_step(step)
         except DamagedError as error:
             warnings.warn(f"{error}; it was among the best, and the best of the others is tested", stacklevel=2)
             return False

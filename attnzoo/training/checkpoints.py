@@ -16,6 +16,9 @@ SCHEMA = 1
 """What a checkpoint holds, by number: raised when older code could misread it."""
 
 
+SEAL = "parts.sha256"
+
+
 class DamagedError(RecipeError):
     """A checkpoint is not what was saved."""
 
@@ -29,6 +32,8 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
     content = io.BytesIO()  # because torch doesn't survive a disk that gets full while it writes
     torch.save({**checkpoint, "schema": SCHEMA}, content)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        durable.remove(path)
     digest = hashlib.sha256(content.getbuffer()).hexdigest()
     durable.write(digest_of(path), f"{digest}  {path.name}\n".encode())
     durable.write(path, content.getbuffer())
@@ -57,12 +62,23 @@ def load(path: Path, rank: int | None = None) -> dict[str, Any]:
     return decode(files[rank], content)
 
 
+def seal(folder: Path) -> None:
+    """Writes what tells that all parts in a folder belong together: a digest of their digests."""
+    durable.write(folder / SEAL, _sealed(folder).encode())
+
+
 def parts(folder: Path) -> list[Path]:
-    """The files of a checkpoint in parts, by rank."""
+    """The files of a checkpoint in parts, by rank.
+
+    Raises:
+        DamagedError: one is missing, or comes from elsewhere.
+    """
     ranks = len(list(folder.glob("*-of-*.ckpt")))
     files = [part(folder, rank, ranks) for rank in range(ranks)]
     if not files or not all(file.is_file() for file in files):
         raise DamagedError(f"{folder} is damaged: a part of it is missing")
+    if not (folder / SEAL).is_file() or (folder / SEAL).read_text(errors="replace") != _sealed(folder):
+        raise DamagedError(f"{folder} is damaged: its parts do not belong together")
     return files
 
 
@@ -97,6 +113,11 @@ def decode(path: Path, content: bytes) -> dict[str, Any]:
     if not digest_of(path.resolve()).is_file():
         warnings.warn(f"{path} has no digest beside it: nobody can tell whether it is damaged", stacklevel=3)
     return checkpoint
+
+
+def _sealed(folder: Path) -> str:
+    digests = sorted(folder.glob("*.ckpt.sha256"))
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in digests)
 
 
 def digest_of(path: Path) -> Path:

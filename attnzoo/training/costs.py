@@ -90,7 +90,7 @@ def count(experiment: Experiment, here: Machine) -> dict[str, Any]:
     several = max(1, min(sequences, int(AFFORDED / flops)))
     if several > 1:
         _, peak = one_pass(model, experiment.task, several, autocast)
-    shards = devices if settings.strategy == "fsdp" else 1
+    shards = devices if here.strategy == "fsdp" else 1
     return {
         "flops_per_step": flops * settings.batch_size * settings.accumulate,
         "memory_mib": {

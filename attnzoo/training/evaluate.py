@@ -26,7 +26,7 @@ def evaluate(path: Path) -> dict[str, Any]:
             raise RecipeError(f"the data has changed since {path} was trained on it")
         module.load_state_dict(checkpoint["state_dict"])
         settings = dataclasses.replace(
-            module.experiment.settings, accelerator="auto", devices=1, num_nodes=1, strategy="auto"
+            module.experiment.settings, accelerator="auto", devices=1, num_nodes=1, strategy="auto", loggers=None
         )
         here = machine.choose(settings)
         trainer = make_trainer(settings, here)

@@ -90,6 +90,7 @@ def about(recipe: "Recipe", experiment: Experiment, machine: Machine) -> dict[st
         "precision": {"requested": settings.precision, "effective": machine.precision},
         "accelerator": machine.accelerator,
         "devices": machine.devices * settings.num_nodes,
+        "strategy": machine.strategy,
         "peak_memory_of": machine.peak_memory_of,
         "versions": {
             "attnzoo": attnzoo.__version__,

@@ -3,50 +3,36 @@
 import json
 import os
 import secrets
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from attnzoo.errors import OptionError
 from attnzoo.training import durable
 from attnzoo.training.sections import Plain
-from attnzoo.training.settings import TrainSettings
 
 PROJECT = "attnzoo"
-PACKAGES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 Row = dict[str, float]
 
 
-def check_installed(settings: TrainSettings) -> None:
-    """Refuses loggers whose packages are missing.
-
-    Raises:
-        OptionError: one message for all of them.
-    """
-    missing = [name for name in settings.loggers or () if not all(map(find_spec, PACKAGES[name]))]
-    if missing:
-        raise OptionError(
-            f"train.loggers names {' and '.join(missing)}, for which a package is missing: "
-            f"pip install 'attnzoo[{','.join(missing)}]'"
-        )
-
-
 class Loggers:
-    """Hands rows on to all loggers of a training; one that fails is left out from then on, with a warning.
+    """Hands rows on to all loggers of a training; one that fails is left out from then on, with a warning."""
 
-    Args:
-        names: as in `train.loggers`.
-        folder: of the run.
-        title: what the run is called.
-        after: the step that training goes on from.
-    """
-
-    def __init__(self, names: Sequence[str], folder: Path, title: str, recipe: Plain, after: int) -> None:
+    def __init__(self) -> None:
         self.loggers: dict[str, Logger] = {}
+
+    def begin(self, names: Sequence[str], folder: Path, title: str, recipe: Plain, after: int) -> None:
+        """Tells the loggers which training it is.
+
+        Args:
+            names: as in `train.loggers`.
+            folder: of the run.
+            title: what the run is called.
+            after: the step that training goes on from.
+        """
         for name in names:
             self._try(name, self._begin, name, folder, title, recipe, after)
 
@@ -113,12 +99,16 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, title: str, recipe: Plain, after: int) -> None:
         import wandb
 
+        offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+        if not offline and wandb.api.api_key is None:  # or it would ask, in the middle of the progress
+            raise PermissionError("it has no key: run `wandb login`, or set WANDB_MODE=offline")
         run = known_run(folder, "wandb") or secrets.token_hex(4)
         remember_run(folder, "wandb", run)
-        quiet = wandb.Settings(console="off")  # or it would read along with what is printed
+        quiet = wandb.Settings(console="off", silent=True)  # or it would print to stdout, and read along there
         self.inner = WandbLogger(title, folder.resolve(), project=PROJECT, id=run, settings=quiet)
         self.inner.log_hyperparams(recipe)
         self.last = self.inner.experiment.summary.get("trainer/global_step") or 0
+        print(f"wandb: {self.inner.experiment.url or folder / 'wandb'}", file=sys.stderr)
 
     def log(self, row: Row) -> None:
         if row["step"] > self.last:  # or it was logged before the stop
@@ -136,6 +126,8 @@ class MLflow:
     """A run of the experiment `attnzoo`, at MLFLOW_TRACKING_URI or in `mlflow.db`; what is resumed goes on in it."""
 
     def __init__(self, folder: Path, title: str, recipe: Plain, after: int) -> None:
+        for name, few in (("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"), ("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")):
+            os.environ.setdefault(name, few)  # a training must not wait minutes for a server that is down
         given = os.environ.get("MLFLOW_TRACKING_URI")
         run = known_run(folder, "mlflow")
         store = given or f"sqlite:///{folder.resolve() / 'mlflow.db'}"

@@ -4,11 +4,17 @@ import dataclasses
 import os
 import resource
 import sys
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 
 from attnzoo.errors import OptionError
 from attnzoo.training.settings import Precision, TrainSettings
+
+Strategy = Literal["none", "ddp", "fsdp"]
+PACKAGES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+"""What each logger needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +24,7 @@ class Machine:
     accelerator: str
     devices: int
     precision: Precision
+    strategy: Strategy
 
     @property
     def peak_memory_of(self) -> str:
@@ -38,6 +45,7 @@ def choose(settings: TrainSettings) -> Machine:
     Raises:
         OptionError: this machine lacks it, or the batch can't be dealt out evenly.
     """
+    check_packages(settings)
     available = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     gpu = next((name for name, count in available.items() if count), None)
     if settings.accelerator == "gpu" and gpu is None:
@@ -53,10 +61,29 @@ def choose(settings: TrainSettings) -> Machine:
         raise OptionError(
             f"train.num_nodes is {settings.num_nodes}, but nothing here starts the other nodes: use torchrun or SLURM"
         )
-    if settings.batch_size % (devices * settings.num_nodes):
+    processes = devices * settings.num_nodes
+    started = int(os.environ.get("WORLD_SIZE", processes)) if "TORCHELASTIC_RUN_ID" in os.environ else processes
+    if started != processes:
         raise OptionError(
-            f"train.batch_size is {settings.batch_size} and can't be dealt out evenly to "
-            f"{devices * settings.num_nodes} devices: make it a multiple of that"
+            f"torchrun started {started} processes, but train.devices ({devices}) times train.num_nodes "
+            f"({settings.num_nodes}) is {processes}: make them equal"
+        )
+    if settings.batch_size % processes:
+        raise OptionError(
+            f"train.batch_size is {settings.batch_size} and can't be dealt out evenly to {processes} devices: "
+            "make it a multiple of that"
         )
     on_cpu = accelerator == "cpu" and settings.precision == "16-mixed"
-    return Machine(accelerator, devices, "bf16-mixed" if on_cpu else settings.precision)
+    alone: Strategy = "none" if processes == 1 else "ddp"
+    strategy = alone if settings.strategy == "auto" else settings.strategy
+    return Machine(accelerator, devices, "bf16-mixed" if on_cpu else settings.precision, strategy)
+
+
+def check_packages(settings: TrainSettings) -> None:
+    """Refuses loggers whose packages are missing, all in one message."""
+    missing = [name for name in settings.loggers or () if not all(map(find_spec, PACKAGES[name]))]
+    if missing:
+        raise OptionError(
+            f"train.loggers names {' and '.join(missing)}, for which a package is missing: "
+            f"pip install 'attnzoo[{','.join(missing)}]'"
+        )

@@ -17,12 +17,11 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, columns: Sequence[str], after: int = 0) -> None:
-        lines = path.read_bytes().splitlines(keepends=True) if after else []
-        rows = [line for line in lines if line.endswith(b"\n") and line.partition(b",")[0].isdigit()]
-        kept = [line for line in rows if int(line.partition(b",")[0]) <= after]
+        lines = path.read_bytes().splitlines(keepends=True) if after and path.is_file() else []
+        kept = {step: line for line in lines if 0 < (step := step_of(line, len(columns))) <= after}
         if len(kept) < after:
             warnings.warn(f"{path} lacks {after - len(kept)} of the {after} steps so far", stacklevel=2)
-        durable.write(path, b"".join([f"{','.join(columns)}\r\n".encode(), *kept]))
+        durable.write(path, b"".join([f"{','.join(columns)}\r\n".encode(), *kept.values()]))
         self.file = path.open("a", newline="", encoding="utf-8")
         self.writer = csv.DictWriter(self.file, columns)
 
@@ -36,3 +35,14 @@ class MetricsFile:
 
     def close(self) -> None:
         self.file.close()
+
+
+def step_of(line: bytes, columns: int) -> int:
+    """The step of a row; 0 where it is no whole row of numbers."""
+    step, *numbers = line.rstrip().split(b",")
+    try:
+        for number in filter(None, numbers):
+            float(number)
+        return int(step) if line.endswith(b"\n") and len(numbers) == columns - 1 else 0
+    except ValueError:
+        return 0

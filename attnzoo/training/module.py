@@ -133,7 +133,8 @@ class TrainingModule(pl.LightningModule):
 
     def _stop_unless_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):
-            raise DivergedError(f"{what}: try a lower train.lr, more train.warmup_steps or a smaller train.clip")
+            clip = "train.clip" if self.experiment.settings.clip is None else "a smaller train.clip"
+            raise DivergedError(f"{what}: try a lower train.lr, more train.warmup_steps or {clip}")
 
 
 class Scores(nn.Module):

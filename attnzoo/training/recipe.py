@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import shlex
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from attnzoo import registry
 from attnzoo.errors import RecipeError
-from attnzoo.options import nearest
+from attnzoo.options import meanings, nearest
 from attnzoo.training.marked_yaml import Place, dump, refuse
 from attnzoo.training.merging import merge
 from attnzoo.training.sections import Checker, Plain, accepted, factory
@@ -79,7 +80,7 @@ def find(source: str | Path) -> Path:
 
 
 def merged_text(name: str, file: str = "") -> str:
-    """A shipped recipe and its parts as one file to start from, with what else may be set in comments.
+    """A shipped recipe and its parts as one file to start from, with what else may be set, and what each key means.
 
     Args:
         file: where it is going to lie, for the command in its first lines.
@@ -91,9 +92,13 @@ def merged_text(name: str, file: str = "") -> str:
     for section, schema in checker.schemas().items():
         given = {key: marked.plain() for key, marked in checker.sections[section].given.items()}
         others = {key: option.default for key, option in accepted(schema).items() if key not in given}
+        called = factory(section, str(given.get("name", "")))
+        meaning = meanings(inspect.getdoc(called) or "")
         lines.append(f"{section}:")
         for margin, values in (("  ", given), ("  # ", others)):
-            lines += [margin + line for line in dump(values).splitlines() if values]
+            for line in dump(values).splitlines() if values else ():
+                comment = meaning.get(line.partition(":")[0])
+                lines.append(margin + line + (f"  # {comment}" if comment else ""))
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ import shlex
 import signal
 import statistics
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +35,7 @@ def record(module: TrainingModule, here: Machine, folder: RunFolder, start: Star
         folder.write_recipe(start.recipe.to_yaml())
         metrics = MetricsFile(folder.metrics, ["step", "train_loss", "lr", "ms", *scores], after=start.step)
         shown = ProgressBar(settings.max_steps) if bar else ProgressLines(settings.max_steps, settings.valid_every)
-        name = f"{start.recipe.name}/{folder.path.resolve().name}"
-        logged = Loggers(settings.loggers or (), folder.path, name, start.recipe.sections, start.step)
+        logged = Loggers()
         steps, stop = StepRows(metrics.add, shown, logged, after=start.step), Stop()
 
         def sync() -> None:
@@ -45,6 +45,10 @@ def record(module: TrainingModule, here: Machine, folder: RunFolder, start: Star
         checkpoints = Checkpoints(folder, settings, stop, sync)
         summary["status"] = "failed"
         try:
+            name = f"{start.recipe.name}/{folder.path.resolve().name}"
+            logged.begin(settings.loggers or (), folder.path, name, start.recipe.sections, start.step)
+            if settings.compile:
+                print("compiling: the first steps take their time", file=sys.stderr)
             fit_and_test(module, here, start, steps, checkpoints, stop, summary)
         finally:
             shown.close()
@@ -60,7 +64,10 @@ def record(module: TrainingModule, here: Machine, folder: RunFolder, start: Star
                 "ms_per_step": statistics.median(times[1:] or times) if times else None,
                 "peak_memory_mib": here.peak_memory_mib(),
             }
-            curves.draw(columns, folder.curves, f"{summary['recipe']}: {summary['pattern']}")
+            try:
+                curves.draw(columns, folder.curves, f"{summary['recipe']}: {summary['pattern']}")
+            except OSError as error:
+                warnings.warn(f"can't draw {folder.curves}: {error.strerror}", stacklevel=2)
             folder.write_summary(summary)  # after the others, because it says that all is done
             logged.close(summary)  # at last, because it may wait for a network
     return summary
@@ -84,7 +91,7 @@ def explained(folder: RunFolder) -> Iterator[None]:
         raise TrainingError(f"can't write {error.filename or folder.path}: {error.strerror or error}") from error
     except RuntimeError as error:
         if is_loss_of_process(error):
-            raise TrainingError(f"another process of this training ended, the rest can't go on ({error})") from error
+            raise TrainingError("another process of this training ended, and the rest can't go on") from error
         if "DataLoader worker (pid" not in str(error):  # nor is it what happened inside one
             raise
         raise TrainingError(

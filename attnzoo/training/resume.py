@@ -79,11 +79,11 @@ def refuse_changes(folder: RunFolder, saved: Plain, now: Plain, allowed: Sequenc
     Raises:
         RecipeError: a line for each.
     """
-    keys = [f"{section}.{key}" for section in now for key in {**saved[section], **now[section]}]
+    keys = [f"{section}.{key}" for section in now for key in {**saved.get(section, {}), **now[section]}]
     lines = []
     for key in keys:
         section, _, name = key.partition(".")
-        old, new = saved[section].get(name, DEFAULTS.get(key)), now[section].get(name)
+        old, new = saved.get(section, {}).get(name, DEFAULTS.get(key)), now[section].get(name)
         if old != new and key not in (*FREE, *allowed):
             hint = f" (--allow-change {key} goes on with it)" if key in ALLOWED else ""
             lines.append(f"  {key} was {old!r} and is {new!r} now{hint}")

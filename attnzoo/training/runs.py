@@ -97,8 +97,22 @@ class RunFolder:
             warnings.warn(f"{self.last} leads to {self.last.readlink()}, which is missing", stacklevel=2)
         for step in reversed(self.checkpointed()):
             with warned():
-                return step, checkpoints.load(self.checkpoint(step), rank=0)
+                return step, self.load_step(step)
         return None
+
+    def load_step(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of a step holds, or its first part.
+
+        Raises:
+            DamagedError: it is missing, damaged, or another one.
+        """
+        path = self.checkpoint(step)
+        found = checkpoints.load(path, rank=0)
+        if missing := {"global_step", "hyper_parameters", "task", "best"} - found.keys():
+            raise DamagedError(f"{path} is damaged: it holds no {', no '.join(sorted(missing))}")
+        if found["global_step"] != step:
+            raise DamagedError(f"{path} is damaged: it holds step {found['global_step']}")
+        return found
 
     def load_checkpoint(self) -> dict[str, Any]:
         """The checkpoint of the lowest validation loss, or else the last: tensors on the CPU, and plain values.
@@ -114,7 +128,10 @@ class RunFolder:
         for file in there[:-1]:
             with warned():
                 return checkpoints.load(file)
-        return checkpoints.load(there[-1])
+        try:
+            return checkpoints.load(there[-1])
+        except DamagedError as error:
+            raise RecipeError(f"{error}; attnzoo train --resume {self.path} trains what is lost again") from error
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -148,11 +165,14 @@ class RunFolder:
     def read_summary(self) -> dict[str, Any]:
         """The summary; empty where there is none yet."""
         try:
-            return json.loads(self.summary.read_text(encoding="utf-8"))
+            found = json.loads(self.summary.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except ValueError as error:
-            raise RecipeError(f"{self.summary} can't be read as JSON: {error}") from error
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"{self.summary} can't be read as JSON: {error}; delete it to go on") from error
+        if not isinstance(found, dict):
+            raise RecipeError(f"{self.summary} holds no summary; delete it to go on")
+        return found
 
     def read_metrics(self) -> dict[str, list[float]]:
         """The columns of metrics.csv; NaN where a step has no value."""

@@ -34,6 +34,12 @@ TAKEN = {
     "train": {},
 }
 REFERENCE = re.compile(r"(?<!\\)\$\{\.*\w+(\.\w+)*\}")
+PRECISIONS = {
+    **dict.fromkeys(("32", "fp32"), "32-true"),
+    **dict.fromkeys(("16", "fp16", "16-true"), "16-mixed"),
+    "bf16": "bf16-mixed",
+}
+"""What to take instead of other words for a precision; half precision throughout would train to NaN."""
 YES, NO = ("true", "yes", "on"), ("false", "no", "off")
 
 Plain = dict[str, dict[str, typing.Any]]
@@ -211,7 +217,10 @@ def _meant(marked: Marked, kind: typing.Any) -> object:
 
 
 def _wants(option: Option, marked: Marked) -> str:
-    near = nearest(marked.text or "", re.findall(r"'([^']*)'", option.type))
+    word, words = marked.text or "", re.findall(r"'([^']*)'", option.type)
+    near = PRECISIONS[word] if PRECISIONS.get(word) in words else nearest(word, words)
+    if near and "list[" in option.type:
+        near = f"[{near}]"
     return f"wants {option.type}, not {marked}" + (f" (did you mean '{near}'?)" if near else "")
 
 

@@ -39,16 +39,22 @@ class TrainSettings:
         lr: the highest learning rate, reached at step `warmup_steps` and then lowered along a cosine towards 0.
         weight_decay: on weight matrices; not on biases, norms and embeddings.
         clip: the largest norm of all gradients together; null leaves them as they are.
-        precision: "16-mixed" is for a GPU; a CPU computes it as "bf16-mixed".
+        warmup_steps: the step with the highest learning rate.
+        precision: "32-true", "bf16-mixed", "16-mixed", which is a GPU's and which a CPU computes as "bf16-mixed", or
+            "bf16-true".
+        accelerator: "cpu", "gpu", or "auto" for a GPU where there is one.
         devices: GPUs, or processes on a CPU; "auto" takes every GPU, or one process.
-        strategy: how several devices share the work; "fsdp" also shards the parameters.
+        num_nodes: machines, each with as many devices.
+        strategy: "ddp" has the whole model in each process, "fsdp" a part; "auto" is "ddp" for several.
+        seed: of the weights, the data, its order and all that is drawn.
         valid_every: optimizer steps from one validation to the next; the last step is always validated.
         checkpoint_every: optimizer steps from one checkpoint to the next; null: as many as `valid_every`.
         keep_best: checkpoints of the lowest validation losses to keep, besides the newest.
         workers: processes that load data beside each training process.
         compile: compile each layer with `torch.compile`, which takes its time at the first steps.
         cudnn_benchmark: let cuDNN try its algorithms and take the fastest, which may differ from run to run.
-        loggers: where each row of metrics.csv goes too; each needs the extra of its name.
+        loggers: some of [tensorboard, wandb, mlflow], which get each row of metrics.csv too; each needs the extra of
+            its name.
     Raises:
         OptionError: a value is impossible; one message names all of them.
     """

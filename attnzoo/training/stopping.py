@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any, Self
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -47,8 +48,10 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
     def asked(self, trainer: pl.Trainer) -> bool:
-        """Whether any process of this training was asked to stop."""
-        return trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False)
+        """Whether any process of this training was asked to stop; then all know by which signal."""
+        own = torch.tensor(self.signal or 0, device=trainer.strategy.root_device)
+        self.signal = int(trainer.strategy.reduce(own, reduce_op="max")) or None
+        return self.signal is not None
 
     def _listen(self) -> None:
         for number in self.before:

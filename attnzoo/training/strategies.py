@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 from attnzoo.errors import TrainingError
 from attnzoo.training import checkpoints, durable, shards
 from attnzoo.training.machine import Machine
-from attnzoo.training.settings import TrainSettings
 
 
-def make_strategy(settings: TrainSettings, here: Machine) -> Strategy | str:
-    if settings.strategy == "fsdp":
-        return Sharded(here.devices * settings.num_nodes, 1)
-    return Replicated() if settings.strategy == "ddp" else "auto"
+def make_strategy(here: Machine, num_nodes: int) -> Strategy | str:
+    if here.strategy == "fsdp":
+        return Sharded(here.devices * num_nodes, 1)
+    return Replicated() if here.strategy == "ddp" else "auto"
 
 
 @contextlib.contextmanager
@@ -74,6 +73,7 @@ class Sharded(ModelParallelStrategy):
             checkpoints.save(shards.own(checkpoint), checkpoints.part(beside, self.global_rank, self.world_size))
         with together(path):
             if self.is_global_zero:
+                checkpoints.seal(beside)
                 durable.remove(path)
                 os.replace(beside, path)
                 durable.settle(path.parent)

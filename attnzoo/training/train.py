@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 
 from attnzoo.errors import RecipeError
-from attnzoo.training import experiment, loggers, machine
+from attnzoo.training import experiment, machine
 from attnzoo.training.machine import Machine
 from attnzoo.training.module import TrainingModule
 from attnzoo.training.recipe import Recipe
@@ -45,6 +45,7 @@ def train(recipe: Recipe, *, runs: Path = Path("runs"), bar: bool = False) -> di
         if RANK > 0:
             return follow(module, here, start)
         folder = RunFolder.claim(runs, recipe.name)
+        print(f"training in {folder.path}", file=sys.stderr)
         with folder.lock():
             return record(module, here, folder, start, bar)
 
@@ -69,7 +70,7 @@ def resume(
             warnings.simplefilter("ignore")  # the first process says it
         start = find_start(folder, overrides, allow)
         before, steps = folder.read_summary(), start.recipe.sections["train"]["max_steps"]
-        if before.get("status") == "done" and before["steps"] >= steps:
+        if before.get("status") == "done" and start.step >= steps:
             print(f"{path} is done, all {steps} steps: nothing is left to do", file=sys.stderr)
             return before if RANK == 0 else {}
         module, here = build(start)
@@ -85,7 +86,6 @@ def build(start: Start) -> tuple[TrainingModule, Machine]:
     module = TrainingModule(start.recipe.sections)
     settings = module.experiment.settings
     here = machine.choose(settings)
-    loggers.check_installed(settings)
     module.experiment.rehearse()
     if start.task is not None and start.task != module.experiment.task.facts():
         raise RecipeError("the data has changed since the run began: it can't go on as it would have")

@@ -32,7 +32,7 @@ def make_trainer(settings: TrainSettings, here: Machine, *callbacks: pl.Callback
         accelerator=here.accelerator,
         devices=here.devices,
         num_nodes=settings.num_nodes,
-        strategy=make_strategy(settings, here),
+        strategy=make_strategy(here, settings.num_nodes),
         precision=here.precision,
         benchmark=settings.cudnn_benchmark,
         max_steps=settings.max_steps,

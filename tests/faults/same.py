@@ -26,7 +26,7 @@ def outcome(folder):
 
 
 def first_gradients(folder):
-    """The gradients of a run's first step, not clipped, in the order of the optimizer, whose first moment they made."""
+    """The gradients of a run's first step, clipped, in the order of the optimizer, whose first moment they made."""
     [optimizer] = checkpoints.load(folder.checkpoint(1))["optimizer_states"]
     names = [name for group in optimizer["param_groups"] for name in group["params"]]
     return [optimizer["state"][name]["exp_avg"] / 0.1 for name in names]
