@@ -304,6 +304,15 @@ def test_16_mixed_on_a_cpu_is_bf16_mixed_and_says_so(tiny, capsys):
     assert "16-mixed is computed as bf16-mixed on a CPU" in capsys.readouterr().err
 
 
+def test_a_training_under_fsdp_leaves_nothing_of_its_processes_behind(tiny):
+    before = dict(os.environ)
+    for _ in range(2):
+        assert train.train(tiny("train.strategy=fsdp", "train.accelerator=cpu"))["strategy"] == "fsdp"
+        assert dict(os.environ) == before
+        assert torch.get_num_threads() == 1
+        assert not torch.distributed.is_initialized()
+
+
 def test_runs_get_numbers_of_their_own(tmp_path):
     for taken in ("1", "7", "old", "07b"):
         (tmp_path / "mine" / taken).mkdir(parents=True)

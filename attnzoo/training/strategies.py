@@ -18,11 +18,28 @@ from attnzoo.errors import TrainingError
 from attnzoo.training import checkpoints, durable, shards
 from attnzoo.training.machine import Machine
 
+VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"}
+
 
 def make_strategy(here: Machine, num_nodes: int) -> Strategy | str:
     if here.strategy == "fsdp":
         return Sharded(here.devices * num_nodes, 1)
     return Replicated() if here.strategy == "ddp" else "auto"
+
+
+@contextlib.contextmanager
+def left_as_found() -> Iterator[None]:
+    """Takes back what Lightning tells other processes and torch, so that another training can follow in this one."""
+    before, threads = dict(os.environ), torch.get_num_threads()
+    joined = torch.distributed.is_initialized()
+    try:
+        yield
+        if torch.distributed.is_initialized() and not joined:
+            torch.distributed.destroy_process_group()
+    finally:
+        for name in VARIABLES & os.environ.keys() - before.keys():
+            del os.environ[name]
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
@@ -40,7 +57,7 @@ def together(where: Path) -> Iterator[None]:
     except OSError as error:
         problem = f"can't write {error.filename or where}: {error.strerror or error}"
     found = [problem]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         found *= torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, problem)
     for problem in filter(None, found):

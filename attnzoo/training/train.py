@@ -17,6 +17,7 @@ from attnzoo.training.recipe import Recipe
 from attnzoo.training.record import follow, record
 from attnzoo.training.resume import Start, differences, find_start
 from attnzoo.training.runs import RunFolder
+from attnzoo.training.strategies import left_as_found
 from attnzoo.training.trainer import quiet
 
 RANK: int = rank_zero_only.rank  # type: ignore[attr-defined]
@@ -39,7 +40,7 @@ def train(recipe: Recipe, *, runs: Path = Path("runs"), bar: bool = False) -> di
         KeyboardInterrupt: the training was interrupted; its summary says so.
         SystemExit: the training was told to terminate.
     """
-    with quiet():
+    with quiet(), left_as_found():
         start = Start(recipe)
         module, here = build(start)
         if RANK > 0:
@@ -65,7 +66,7 @@ def resume(
         TrainingError, KeyboardInterrupt, SystemExit: as in `train`.
     """
     folder = RunFolder.open(path)
-    with quiet(), folder.lock() if RANK == 0 else contextlib.nullcontext():
+    with quiet(), left_as_found(), folder.lock() if RANK == 0 else contextlib.nullcontext():
         if RANK > 0:
             warnings.simplefilter("ignore")  # the first process says it
         start = find_start(folder, overrides, allow)
