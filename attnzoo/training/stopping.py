@@ -50,8 +50,10 @@ class Stop(Callback):
     def asked(self, trainer: pl.Trainer) -> bool:
         """Whether any process of this training was asked to stop; then all know by which signal."""
         own = torch.tensor(self.signal or 0, device=trainer.strategy.root_device)
-        self.signal = int(trainer.strategy.reduce(own, reduce_op="max")) or None
-        return self.signal is not None
+        found = int(trainer.strategy.reduce(own, reduce_op="max"))
+        if found:  # or else one may have arrived meanwhile
+            self.signal = found
+        return found > 0
 
     def _listen(self) -> None:
         for number in self.before:
