@@ -14,7 +14,7 @@ from attnzoo.training.machine import Machine
 from attnzoo.training.recipe import load, shipped
 
 LENGTH = 256
-HERE = Machine("cpu", 1, "32-true")
+HERE = Machine("cpu", 1, "32-true", "none")
 
 
 def build(name, *overrides):
@@ -119,13 +119,15 @@ def test_checkpointing_lowers_it_and_raises_the_flops():
 
 def test_dtypes_count():
     built = build("gqa")
-    full, mixed, true = (count(built, Machine("cpu", 1, kind)) for kind in ("32-true", "bf16-mixed", "bf16-true"))
+    full, mixed, true = (
+        count(built, Machine("cpu", 1, kind, "none")) for kind in ("32-true", "bf16-mixed", "bf16-true")
+    )
     assert full["flops_per_step"] == mixed["flops_per_step"] == true["flops_per_step"]
     full, mixed, true = (said["memory_mib"] for said in (full, mixed, true))
     assert full["weights_gradients_optimizer"] == mixed["weights_gradients_optimizer"]
     assert true["weights_gradients_optimizer"] == full["weights_gradients_optimizer"] / 2
     assert true["activations"] < mixed["activations"] < 0.9 * full["activations"]
-    assert count(built, Machine("cuda", 1, "16-mixed"))["memory_mib"] == mixed
+    assert count(built, Machine("cuda", 1, "16-mixed", "none"))["memory_mib"] == mixed
 
 
 def test_weights_that_do_not_learn_have_no_gradient_nor_moments():
@@ -139,8 +141,7 @@ def test_weights_that_do_not_learn_have_no_gradient_nor_moments():
 def test_a_step_is_all_batches_of_all_devices_and_memory_is_of_one():
     alone = count(build("gqa"), HERE)
     for strategy, shards in (("ddp", 1), ("fsdp", 4)):
-        given = ("train.accumulate=3", "train.num_nodes=2", f"train.strategy={strategy}")
-        said = count(build("gqa", *given), Machine("cpu", 2, "32-true"))
+        said = count(build("gqa", "train.accumulate=3", "train.num_nodes=2"), Machine("cpu", 2, "32-true", strategy))
         assert said["flops_per_step"] == 3 * alone["flops_per_step"]
         held, activations = said["memory_mib"].values()
         assert held == alone["memory_mib"]["weights_gradients_optimizer"] / shards
@@ -155,7 +156,7 @@ def test_the_experiment_is_left_as_it_is(name, precision):
     weights = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
     modes = [module.training for module in built.model.modules()]
     generator = torch.get_rng_state()
-    said = count(built, Machine("cpu", 1, precision))
+    said = count(built, Machine("cpu", 1, precision, "none"))
     assert said["flops_per_step"] > 0
     assert all(mib > 0 and math.isfinite(mib) for mib in said["memory_mib"].values())
     assert torch.equal(torch.get_rng_state(), generator)

@@ -259,7 +259,7 @@ def test_batches_are_pinned_for_cuda_alone(tiny, monkeypatch, device, pinned):
 def test_cudnn_tries_its_algorithms_where_that_is_asked_for(monkeypatch, asked):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not asked)
     with trainer.quiet():
-        trainer.make_trainer(TrainSettings(cudnn_benchmark=asked), Machine("cpu", 1, "32-true"))
+        trainer.make_trainer(TrainSettings(cudnn_benchmark=asked), Machine("cpu", 1, "32-true", "none"))
     assert torch.backends.cudnn.benchmark is asked
 
 
