@@ -186,10 +186,9 @@ def test_inductor_compiles_and_a_new_process_goes_on_to_the_same_bits(tiny):
     assert difference(outcome(folder(2)), outcome(folder(1))) is None
 
 
+@pytest.mark.study
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two processors")
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("ddp", marks=pytest.mark.study), pytest.param("fsdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_compile_and_train_what_one_trains(tiny, strategy):
     tiny()
     found = []
