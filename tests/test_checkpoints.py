@@ -164,9 +164,14 @@ def replaced(path):
 )
 def test_a_damaged_checkpoint_is_named_and_the_newest_good_one_is_used(folder, run, harm, said):
     trained("train.keep_best=4")
+    resumes_at_step_6(folder, run, folder.checkpoint(8), harm, said)
+
+
+def resumes_at_step_6(folder, run, file, harm, said):
+    """Asserts that a run whose file was harmed goes on from the checkpoint before, to the same end."""
     expected = outcome(folder)
     tell_interrupted(folder)
-    harm(folder.checkpoint(8))
+    harm(file)
     status, _, err = run("train", "--resume", str(folder.path))
     assert status == 0
     assert said in err
@@ -181,19 +186,12 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_good_one_is_used(folder, r
         (flipped, "0-of-1.ckpt is damaged: it differs from its digest"),
         (Path.unlink, "step-8.ckpt is damaged: a part of it is missing"),
         (lambda part: part.rename(part.with_name("0-of-2.ckpt")), "step-8.ckpt is damaged: a part of it is missing"),
-        (lambda part: from_step_6(part), "step-8.ckpt is damaged: its parts do not belong together"),
+        (from_step_6, "step-8.ckpt is damaged: its parts do not belong together"),
     ],
 )
 def test_a_damaged_part_of_a_checkpoint_in_parts_is_named_and_the_newest_good_one_is_used(folder, run, harm, said):
     trained("train.strategy=fsdp", "train.accelerator=cpu", "train.keep_best=4")
-    expected = outcome(folder)
-    tell_interrupted(folder)
-    harm(checkpoints.part(folder.checkpoint(8), 0, 1))
-    status, _, err = run("train", "--resume", str(folder.path))
-    assert status == 0
-    assert said in err
-    assert "resuming at step 6 of 8" in err
-    assert difference(outcome(folder), expected) is None
+    resumes_at_step_6(folder, run, checkpoints.part(folder.checkpoint(8), 0, 1), harm, said)
 
 
 @pytest.mark.filterwarnings("always")

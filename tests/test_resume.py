@@ -137,7 +137,7 @@ def test_a_run_that_was_made_longer_is_killed_like_any_other(tmp_path):
 
 @pytest.fixture
 def plain_ctrl_c():
-    """Python's own handler, whatever is in place."""
+    """Python's own handler, which a job in the background of a shell is started without: there Ctrl-C is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -147,16 +147,13 @@ def test_ctrl_c_at_any_moment_changes_nothing(plain_ctrl_c):
     recipe = load("tiny.yaml")
     counted = Watch(folder(1).path)
     counted.call(lambda: train(recipe))
-    expected, interrupted = outcome(folder(1)), 0
+    expected = outcome(folder(1))
     for number, moment in enumerate(counted.draw(8, seed=2), start=2):
         watch = Watch(folder(number).path, [moment], lambda _: os.kill(os.getpid(), signal.SIGINT))
-        try:
+        with pytest.raises(KeyboardInterrupt):
             watch.call(lambda: train(recipe))
-        except KeyboardInterrupt:
-            interrupted += 1
         resume(folder(number).path)
         assert difference(outcome(folder(number)), expected) is None, number
-    assert interrupted >= 6, "the last moments may come when all is done"
 
 
 @pytest.mark.parametrize("moment", [3, 5])

@@ -1,6 +1,5 @@
 """Something happens before a given line of a training: it is killed, or gets a signal."""
 
-import gc
 import random
 import shutil
 import sys
@@ -33,7 +32,6 @@ class Watch:
         self.writes: list[int] = []
 
     def call(self, call: Callable[[], object]) -> None:
-        gc.collect()  # or what other tests left would run lines of its own while it is cleared away
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
